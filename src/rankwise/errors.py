@@ -1,0 +1,27 @@
+"""The one error type for everything a user can get wrong."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+class RankwiseError(ValueError):
+    """What was given, what is possible, what to do: one sentence, ready to be shown to a user."""
+
+
+def need(package: str, extra: str, purpose: str) -> Any:
+    """Import an optional package where it is used, or say which extra brings it.
+
+    >>> need("math", extra="dev", purpose="square roots").sqrt(4)
+    2.0
+    """
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as err:
+        if err.name is None or err.name.split(".")[0] != package.split(".")[0]:
+            raise
+        raise RankwiseError(
+            f"{purpose} needs the package {package.split('.')[0]!r}, which is not installed: "
+            f"pip install 'rankwise[{extra}]'"
+        ) from err
