@@ -1,0 +1,64 @@
+"""Budgets: how much may remain of a network."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rankwise.errors import RankwiseError
+from rankwise.layer import Coverage
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may remain, in one unit or several at once.
+
+    A value up to 1 is a fraction of the whole network, above 1 a count. `params` counts every parameter
+    of the network, also those of layers that are left alone; `macs` every multiply-add of the example.
+
+    >>> Budget(params=0.4)
+    Budget(params=0.4, macs=None)
+    """
+
+    params: float | int | None = None
+    macs: float | int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            raise RankwiseError("a budget needs at least one of params= and macs=, as a fraction or a count")
+        for unit in self.units:
+            value = getattr(self, unit)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise RankwiseError(f"the budget {unit}={value!r} must be a number: a fraction up to 1 or a count")
+            if value <= 0:
+                raise RankwiseError(f"the budget {unit}={value!r} must be above 0: a fraction up to 1 or a count")
+            if value > 1 and value != int(value):
+                raise RankwiseError(
+                    f"the budget {unit}={value!r} is above 1, so it is a count, and counts are whole numbers: "
+                    f"for a fraction give a value up to 1 (0.4 keeps 40 %)"
+                )
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+
+    def limit(self, unit: str, total: int) -> int:
+        """The count that must not be exceeded."""
+        value = getattr(self, unit)
+        return math.floor(value * total) if value <= 1 else min(int(value), total)
+
+    def limits(self, coverage: Coverage) -> dict[str, int]:
+        if self.macs is not None and coverage.macs is None:
+            raise RankwiseError(
+                "a budget in macs needs an example input to count positions: pass one "
+                "(on the command line: --input 1,3,224,224)"
+            )
+        totals = {"params": coverage.params, "macs": coverage.macs or 0}
+        return {unit: self.limit(unit, totals[unit]) for unit in self.units}
+
+    def to_json(self) -> dict[str, Any]:
+        return {unit: getattr(self, unit) for unit in self.units}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{unit} {getattr(self, unit):g}" for unit in self.units)

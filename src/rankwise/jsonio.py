@@ -1,0 +1,92 @@
+"""Reading JSON that may have been edited by hand or made by a stranger: every doubt is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rankwise.errors import RankwiseError
+
+_NAMES = {dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number"}
+
+
+def parse(text: str | bytes, where: str) -> dict[str, Any]:
+    """JSON text → object. Nesting that exhausts the parser and numbers beyond its limits are refused too."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        why = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
+        raise RankwiseError(f"{where} is not readable JSON ({why}): restore it or write it again") from None
+    if not isinstance(data, dict):
+        raise RankwiseError(f"{where} must hold a JSON object, and it holds {_name_of(data)}")
+    return data
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as err:
+        raise RankwiseError(f"{path} could not be read ({err.strerror or err}): check the path") from None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: a reader sees the old content or the new, never a part."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(part, path)
+    except OSError as err:
+        part.unlink(missing_ok=True)
+        raise RankwiseError(
+            f"{path} could not be written ({err.strerror or err}): check the folder and the space left"
+        ) from None
+
+
+def field(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    """data[key], which must be there and of that kind; true and false are not numbers."""
+    if key not in data:
+        raise RankwiseError(f"{where} has no {key!r}")
+    return typed(data[key], kind, f"{key!r} of {where}")
+
+
+def typed(value: Any, kind: type, where: str) -> Any:
+    accepted = (int, float) if kind is float else (kind,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise RankwiseError(f"{where} must be {_NAMES.get(kind, kind.__name__)}, and it is {_name_of(value)}")
+    return value
+
+
+def strict(data: dict[str, Any], known: Iterable[str], where: str) -> None:
+    """Refuse keys nobody reads: a misspelt setting must not be silently without effect."""
+    known = set(known)
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise RankwiseError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+
+
+def whole_numbers(value: Any, where: str) -> tuple[int, ...]:
+    return tuple(typed(v, int, f"every entry of {where}") for v in typed(value, list, where))
+
+
+def check_format(data: dict[str, Any], ours: int, where: str) -> None:
+    """A reader of a newer format says so instead of guessing."""
+    theirs = field(data, "format", int, where)
+    if theirs > ours:
+        raise RankwiseError(
+            f"{where} has format {theirs} and this rankwise reads up to {ours}: upgrade rankwise to open it"
+        )
+    if theirs < 1:
+        raise RankwiseError(f"{where} has format {theirs}, which never existed: restore it or write it again")
+
+
+def _name_of(value: Any) -> str:
+    if isinstance(value, str | int | float | bool | None):
+        text = repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+    return _NAMES.get(type(value), type(value).__name__)

@@ -1,0 +1,165 @@
+"""Menus: what a layer can become, at what cost and with what error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankwise.cost import Option, groups_for, unit_cost
+from rankwise.decompose import Array
+from rankwise.errors import RankwiseError
+from rankwise.fold import folds_for, kernel_sides
+from rankwise.layer import Layer
+from rankwise.measure import Curve
+from rankwise.table import Table
+
+Ints = NDArray[np.int64]
+
+
+class Point(NamedTuple):
+    """One thing a layer can become. `option` None: it stays as it is, without error."""
+
+    cost: tuple[int, ...]  # in each unit of the budget
+    error: float
+    option: Option | None
+    rank: int
+
+    def fits(self, room: Sequence[int]) -> bool:
+        return all(c <= r for c, r in zip(self.cost, room, strict=True))
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An option of a layer: its cost for one rank, its error by rank, and the largest rank worth having."""
+
+    option: Option
+    unit: tuple[int, ...]
+    curve: Curve
+    most: int
+
+    def point(self, rank: int) -> Point:
+        return Point(tuple(u * rank for u in self.unit), self.curve[rank], self.option, rank)
+
+    def rank_within(self, room: Sequence[float]) -> int:
+        """The largest rank whose cost stays within `room`; 0 if there is none."""
+        ranks = [int(r // u) for r, u in zip(room, self.unit, strict=True) if u]
+        return max(0, min([self.most, *ranks]))
+
+
+@dataclass(frozen=True)
+class Menu:
+    """The offers for one layer, every one smaller than the layer itself in every unit of the budget."""
+
+    layer: Layer
+    offers: tuple[Offer, ...]
+    dense: Point
+
+    @cached_property
+    def front(self) -> tuple[Ints, Array, Ints, Ints]:
+        """Every point worth having in one unit: costs rising, errors falling, offer (−1: dense), rank."""
+        ranks = [np.arange(1, o.most + 1) for o in self.offers]
+        cost = np.concatenate([*(r * o.unit[0] for r, o in zip(ranks, self.offers, strict=True)), self.dense.cost])
+        error = np.concatenate([*(o.curve.values()[1 : o.most + 1] for o in self.offers), [0.0]])
+        which = np.concatenate([*(np.full(len(r), i) for i, r in enumerate(ranks)), [-1]])
+        rank = np.concatenate([*ranks, [0]])
+        order = np.lexsort((error, cost))
+        best = np.minimum.accumulate(error[order])
+        lower = np.concatenate([[True], best[1:] < best[:-1]])
+        order = order[lower]
+        return cost[order], error[order], which[order], rank[order]
+
+    def front_point(self, index: int) -> Point:
+        cost, error, which, rank = self.front
+        offer = int(which[index])
+        if offer < 0:
+            return self.dense
+        return Point((int(cost[index]),), float(error[index]), self.offers[offer].option, int(rank[index]))
+
+    @cached_property
+    def _falling(self) -> Array:
+        return -self.front[1]
+
+    def at(self, level: float) -> list[Point]:
+        """The cheapest points with an error of at most `level`; more than one only for several units."""
+        if len(self.dense.cost) == 1 and all(o.curve.known for o in self.offers):
+            return [self.front_point(int(self._falling.searchsorted(-level)))]
+        found = [self.dense]
+        # Cheapest lower bounds first: an offer that cannot beat what is there needs no evaluation at all.
+        floor = [(max(1, int((-o.curve.lower).searchsorted(-level))), o) for o in self.offers]
+        for least, offer in sorted(floor, key=lambda f: f[0] * f[1].unit[0]):
+            hopeless = any(all(c <= u * least for c, u in zip(p.cost, offer.unit, strict=True)) for p in found)
+            if least <= offer.most and not hopeless:
+                rank = max(1, offer.curve.first(level))
+                if rank <= offer.most:
+                    found = pareto([*found, offer.point(rank)])
+        return found
+
+    def only(self, offer: Offer) -> Menu:
+        """The same layer with this one option, or as it is."""
+        return Menu(self.layer, (offer,), self.dense)
+
+
+def pareto(points: list[Point]) -> list[Point]:
+    """Drop every point that another one undercuts in every unit (the first of equals stays)."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.cost, p.error)):
+        if not any(other.fits(point.cost) for other in kept):
+            kept.append(point)
+    return kept
+
+
+def menus(
+    table: Table, units: tuple[str, ...], measure: str, folds: object = "all", groups: object = "all"
+) -> list[Menu]:
+    """A menu for every layer of the table, with the options that `folds` and `groups` allow."""
+    key = ("menus", units, measure, repr(folds), repr(groups))
+    if key not in table.cache:
+        table.cache[key] = [_menu(table, layer, units, measure, folds, groups) for layer in table.coverage.layers]
+    return table.cache[key]  # type: ignore[no-any-return]
+
+
+def _menu(table: Table, layer: Layer, units: tuple[str, ...], measure: str, folds: object, groups: object) -> Menu:
+    dense = tuple(int(getattr(layer, unit)) for unit in units)
+    offers = []
+    for option in _wanted(table, layer, folds, groups):
+        unit = tuple(int(getattr(unit_cost(layer, option), u)) for u in units)
+        curve = table.curve(layer, option, measure)
+        # A unit in which the layer costs nothing (it is not called) cannot get smaller and does not count.
+        limits = [(d - 1) // u for d, u in zip(dense, unit, strict=True) if d]
+        most = min([len(curve) - 1, *limits]) if limits else 0
+        if most >= 1:
+            offers.append(Offer(option, unit, curve, most))
+    return Menu(layer, tuple(offers), Point(dense, 0.0, None, 0))
+
+
+def _wanted(table: Table, layer: Layer, folds: object, groups: object) -> list[Option]:
+    """The table's options for a layer, narrowed to those a method asks for."""
+    there = table.options(layer)
+    if groups != "all":
+        ks = groups_for(groups, layer)  # type: ignore[arg-type]
+        missing = sorted(set(ks) - {o.groups for o in there})
+        if missing and there:
+            raise RankwiseError(
+                f"the table has no spectra for {missing[0]} slices of layer {layer.name!r}: "
+                f"build it with groups={groups!r}"
+            )
+        there = [o for o in there if o.groups in ks]
+    if folds != "all":
+        # Folds of one matrix are stored once, so compare what they do to axes longer than 1.
+        def matrix(fold: str) -> tuple[int, ...]:
+            return tuple(a for a in kernel_sides(fold)[0] if layer.kernel[a] > 1)
+
+        asked = {matrix(f): f for f in folds_for(folds, layer.dims)}  # type: ignore[arg-type]
+        missing_folds = set(asked) - {matrix(o.fold) for o in table.options(layer)}
+        if missing_folds:
+            fold = asked[missing_folds.pop()]
+            raise RankwiseError(
+                f"the table has no spectra for the fold {fold} of {layer.name!r}: build it with that fold"
+            )
+        there = [o for o in there if matrix(o.fold) in asked]
+    return there

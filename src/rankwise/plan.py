@@ -1,0 +1,169 @@
+"""Plans: one decision for each layer, as a value that can be printed, saved, compared and replayed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rankwise import jsonio
+from rankwise.budget import Budget
+from rankwise.cost import Cost, Option, full_rank, real_groups
+from rankwise.errors import RankwiseError
+from rankwise.fold import all_folds
+from rankwise.layer import Layer, Skipped
+from rankwise.measure import MEASURES
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The decision for a layer that is decomposed; `error` holds its relative error by measure."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    fold: str
+    groups: int
+    rank: int
+    error: dict[str, float]
+    before: Cost
+    after: Cost
+
+    @property
+    def option(self) -> Option:
+        return Option(self.fold, self.groups)
+
+    def check(self, layer: Layer) -> None:
+        """Refuse a decision that does not fit the layer it names."""
+        if (self.kind, self.shape) != (layer.kind, layer.shape):
+            raise RankwiseError(
+                f"the plan was made for another model: it has layer {self.name!r} as {self.kind} with weight "
+                f"{self.shape}, and the model as {layer.kind} with weight {layer.shape}"
+            )
+        where = f"layer {self.name!r} of the plan"
+        folds = all_folds(layer.dims)
+        if self.fold not in folds:
+            raise RankwiseError(f"{where} has the unknown fold {self.fold!r}: possible are {', '.join(folds)}")
+        channels = layer.group_channels
+        if not 1 <= self.groups <= channels or real_groups(channels, self.groups) != self.groups:
+            raise RankwiseError(f"{where} cuts {channels} channels into {self.groups} slices, which cannot be done")
+        if layer.groups > 1 and channels % self.groups:
+            raise RankwiseError(
+                f"{where} cuts {channels} channels of a grouped convolution into {self.groups} unequal slices: "
+                f"only divisors of {channels} can be built"
+            )
+        most = full_rank(layer, self.option)
+        if not 1 <= self.rank <= most:
+            raise RankwiseError(f"{where} has rank {self.rank}: possible are 1 to {most}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of every layer: a `Choice`, or `Skipped` with the reason.
+
+    `settings` says how the plan was found (measure, search, seed), `search` what the search knows about
+    its own result (objective value, optimality gap, trace). Neither is needed to replay the plan.
+    """
+
+    model: str
+    method: str
+    budget: Budget
+    before: Cost
+    after: Cost
+    layers: tuple[Choice | Skipped, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return tuple(entry for entry in self.layers if isinstance(entry, Choice))
+
+    @property
+    def kept(self) -> tuple[Skipped, ...]:
+        return tuple(entry for entry in self.layers if isinstance(entry, Skipped))
+
+    def keep(self, unit: str = "params") -> float:
+        """What remains ÷ what was there: 1 − CR-P for params, 1 − CR-F for macs."""
+        before, after = getattr(self.before, unit), getattr(self.after, unit)
+        if before is None:
+            raise RankwiseError(f"the plan does not know its {unit}: plan with an example input")
+        return float(after / before) if before else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        body = {k: v for k, v in asdict(self).items() if k != "budget"}
+        return {"format": FORMAT, **body, "budget": self.budget.to_json()}
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def loads(cls, text: str | bytes, where: str = "the plan") -> Plan:
+        return _read_plan(jsonio.parse(text, where), where)
+
+    def save(self, path: str | Path) -> None:
+        jsonio.write_whole(Path(path), self.dumps().encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.loads(jsonio.read(Path(path)), str(path))
+
+
+def _read_plan(data: dict[str, Any], where: str) -> Plan:
+    jsonio.check_format(data, FORMAT, where)
+    jsonio.strict(data, ["format", *Plan.__dataclass_fields__], where)
+    budget = jsonio.field(data, "budget", dict, where)
+    jsonio.strict(budget, Budget.__dataclass_fields__, f"the budget of {where}")
+    layers = [_read_entry(e, where) for e in jsonio.field(data, "layers", list, where)]
+    names = [entry.name for entry in layers]
+    twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise RankwiseError(f"{where} names layer {twice[0]!r} more than once")
+    return Plan(
+        model=jsonio.field(data, "model", str, where),
+        method=jsonio.field(data, "method", str, where),
+        budget=Budget(**budget),
+        before=_read_cost(data, "before", where),
+        after=_read_cost(data, "after", where),
+        layers=tuple(layers),
+        settings=jsonio.typed(data.get("settings", {}), dict, f"'settings' of {where}"),
+        search=jsonio.typed(data.get("search", {}), dict, f"'search' of {where}"),
+    )
+
+
+def _read_entry(data: Any, where: str) -> Choice | Skipped:
+    data = jsonio.typed(data, dict, f"every entry of 'layers' of {where}")
+    name = jsonio.field(data, "name", str, f"a layer of {where}")
+    where = f"layer {name!r} of {where}"
+    kind = jsonio.field(data, "kind", str, where)
+    if "reason" in data:
+        jsonio.strict(data, Skipped.__dataclass_fields__, where)
+        params = jsonio.field(data, "params", int, where)
+        return Skipped(name, kind, params, jsonio.field(data, "reason", str, where))
+    jsonio.strict(data, Choice.__dataclass_fields__, where)
+    error = jsonio.field(data, "error", dict, where)
+    jsonio.strict(error, MEASURES, f"'error' of {where}")
+    return Choice(
+        name=name,
+        kind=kind,
+        shape=jsonio.whole_numbers(jsonio.field(data, "shape", list, where), f"'shape' of {where}"),
+        fold=jsonio.field(data, "fold", str, where),
+        groups=jsonio.field(data, "groups", int, where),
+        rank=jsonio.field(data, "rank", int, where),
+        error={m: float(jsonio.typed(v, float, f"error {m!r} of {where}")) for m, v in error.items()},
+        before=_read_cost(data, "before", where),
+        after=_read_cost(data, "after", where),
+    )
+
+
+def _read_cost(data: dict[str, Any], key: str, where: str) -> Cost:
+    body = jsonio.field(data, key, dict, where)
+    where = f"{key!r} of {where}"
+    jsonio.strict(body, Cost.__dataclass_fields__, where)
+    macs = body.get("macs")
+    return Cost(
+        jsonio.field(body, "params", int, where),
+        None if macs is None else jsonio.typed(macs, int, f"'macs' of {where}"),
+    )

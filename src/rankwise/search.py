@@ -1,0 +1,139 @@
+"""From a table and a budget to a plan: limits, search, and what becomes of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankwise import allocate
+from rankwise.allocate import Solution
+from rankwise.budget import Budget
+from rankwise.cost import Cost, unit_cost
+from rankwise.errors import RankwiseError
+from rankwise.knapsack import least_sum
+from rankwise.layer import Layer, Skipped
+from rankwise.measure import FROM_SPECTRA, check_measure
+from rankwise.menu import Menu, Point, menus
+from rankwise.plan import Choice, Plan
+from rankwise.table import Table
+
+SEARCHES = ("alternate", "minimax", "sum", "constant")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to search: which options, which error, which search."""
+
+    folds: Any = "all"
+    groups: Any = "all"
+    error: str = "energy"
+    search: str = "sum"
+    seed: int = 0
+    starts: int = 15
+
+    def __post_init__(self) -> None:
+        check_measure(self.error)
+        if self.search not in SEARCHES:
+            raise RankwiseError(f"unknown search {self.search!r}: the searches are {', '.join(SEARCHES)}")
+        if self.starts < 1:
+            raise RankwiseError(f"starts={self.starts} was given, and Algorithm 1 needs at least one start")
+
+
+def find_plan(table: Table, budget: Budget, settings: Settings, method: str, model: str = "") -> Plan:
+    """The plan that the search finds; never above the budget, and an error if nothing fits it."""
+    coverage = table.coverage
+    limits = budget.limits(coverage)
+    whole = {"params": coverage.params, "macs": coverage.macs or 0}
+    offered = menus(table, budget.units, settings.error, settings.folds, settings.groups)
+    fixed = [whole[u] - sum(m.dense.cost[i] for m in offered) for i, u in enumerate(budget.units)]
+    room = [limits[u] - f for u, f in zip(budget.units, fixed, strict=True)]
+    solution = run_search(offered, room, settings)
+    if solution is None:
+        raise _cannot_be_met(offered, budget, limits, fixed, whole)
+    entries = [_entry(table, m, p, settings.error) for m, p in zip(offered, solution.points, strict=True)]
+    return Plan(
+        model=model,
+        method=method,
+        budget=budget,
+        before=Cost(coverage.params, coverage.macs),
+        after=_after(table, solution),
+        layers=(*entries, *coverage.skipped),
+        settings={k: _plain(v) for k, v in vars(settings).items()},
+        search=_findings(solution),
+    )
+
+
+def run_search(offered: list[Menu], room: Sequence[int], settings: Settings) -> Solution | None:
+    if settings.search == "alternate":
+        return allocate.alternate(offered, room, settings.seed, settings.starts)
+    if settings.search == "minimax":
+        return allocate.minimax(offered, room)
+    return least_sum(offered, room) if settings.search == "sum" else allocate.constant(offered, room)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _findings(solution: Solution) -> dict[str, Any]:
+    found: dict[str, Any] = {"objective": float(solution.objective)}
+    if solution.gap is not None:
+        found["gap"] = float(solution.gap)
+    if solution.trace:
+        found["trace"] = [float(e) for e in solution.trace]
+    return found
+
+
+def _cost(layer: Layer, point: Point) -> Cost:
+    if point.option is None:
+        return Cost(layer.params, layer.macs)
+    unit = unit_cost(layer, point.option)
+    return Cost(unit.params * point.rank, None if unit.macs is None else unit.macs * point.rank)
+
+
+def _after(table: Table, solution: Solution) -> Cost:
+    params, macs = table.coverage.params, table.coverage.macs
+    for layer, point in zip(table.coverage.layers, solution.points, strict=True):
+        cost = _cost(layer, point)
+        params += cost.params - layer.params
+        if macs is not None:
+            macs += (cost.macs or 0) - (layer.macs or 0)
+    return Cost(params, macs)
+
+
+def _entry(table: Table, menu: Menu, point: Point, measure: str) -> Choice | Skipped:
+    layer = menu.layer
+    if point.option is None:
+        reason = "the budget leaves it whole" if menu.offers else "no pair of factors is smaller than the layer"
+        return Skipped(layer.name, layer.kind, layer.params, reason)
+    error = {m: table.curve(layer, point.option, m)[point.rank] for m in (*FROM_SPECTRA, measure)}
+    return Choice(
+        name=layer.name,
+        kind=layer.kind,
+        shape=layer.shape,
+        fold=point.option.fold,
+        groups=point.option.groups,
+        rank=point.rank,
+        error={m: float(e) for m, e in error.items()},
+        before=Cost(layer.params, layer.macs),
+        after=_cost(layer, point),
+    )
+
+
+def _cannot_be_met(
+    offered: list[Menu], budget: Budget, limits: dict[str, int], fixed: list[int], whole: dict[str, int]
+) -> RankwiseError:
+    """Say what is asked and the least that is possible, for each unit on its own."""
+    parts = []
+    for i, unit in enumerate(budget.units):
+        least = fixed[i] + sum(min([m.dense.cost[i], *(o.unit[i] for o in m.offers)]) for m in offered)
+        share = least / whole[unit] if whole[unit] else 1.0
+        parts.append(
+            f"at most {limits[unit]:,} {unit} are asked for and the least possible is {least:,} (keep {share:.4f})"
+        )
+    together = "" if len(parts) == 1 else ", each on its own"
+    return RankwiseError(
+        f"the budget cannot be met: {'; '.join(parts)}{together}; raise the budget, or allow more options "
+        f"(folds, groups, fewer excluded layers)"
+    )
