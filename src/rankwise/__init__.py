@@ -1,0 +1,38 @@
+"""rankwise: decides for every layer of a trained network how to decompose it, and how far."""
+
+from rankwise.budget import Budget
+from rankwise.checkpoint import load, save
+from rankwise.coverage import find_layers
+from rankwise.errors import RankwiseError
+from rankwise.layer import Coverage, Layer, Skipped
+from rankwise.methods import METHODS, Method, allocate, build_table, compress
+from rankwise.modules import GroupedLinear
+from rankwise.plan import Choice, Plan
+from rankwise.surgery import apply_plan, apply_plan_, densify, densify_
+from rankwise.table import Table
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "Budget",
+    "Choice",
+    "Coverage",
+    "GroupedLinear",
+    "Layer",
+    "Method",
+    "Plan",
+    "RankwiseError",
+    "Skipped",
+    "Table",
+    "allocate",
+    "apply_plan",
+    "apply_plan_",
+    "build_table",
+    "compress",
+    "densify",
+    "densify_",
+    "find_layers",
+    "load",
+    "save",
+]

@@ -1,0 +1,126 @@
+"""Checkpoints: a folder with plan.json and model.safetensors, replayed on the user's own model.
+
+Nothing in such a folder is executed. The weights file names the plan it belongs to, so that a folder
+that was half overwritten, or a plan that was edited, is noticed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+
+from rankwise import jsonio
+from rankwise.errors import RankwiseError
+from rankwise.modules import mark_of
+from rankwise.plan import Plan
+from rankwise.surgery import replace_layers_
+
+PLAN, WEIGHTS = "plan.json", "model.safetensors"
+
+
+def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
+    """Write plan.json and model.safetensors; `model` is what `apply_plan` gave, trained since or not."""
+    for choice in plan.choices:
+        module = dict(model.named_modules(remove_duplicate=False)).get(choice.name)
+        mark = mark_of(module) if module is not None else None
+        if mark is None or (mark["fold"], mark["slices"], mark["rank"]) != (
+            choice.fold,
+            choice.groups,
+            choice.rank,
+        ):
+            raise RankwiseError(
+                f"the model does not follow the plan at layer {choice.name!r}: save what apply_plan gave for this plan"
+            )
+    tensors, same = _unshared(model.state_dict())
+    metadata = {"rankwise-plan": _plan_hash(plan), "rankwise-same": json.dumps(same)}
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise RankwiseError(f"the folder {folder} could not be made ({err.strerror or err})") from None
+    jsonio.write_whole(folder / WEIGHTS, to_safetensors(tensors, metadata=metadata))
+    plan.save(folder / PLAN)
+
+
+def load(folder: str | Path, model: nn.Module) -> nn.Module:
+    """A compressed copy of `model`, which must be the kind of network the plan was made for."""
+    plan = read_plan(folder)
+    path = Path(folder) / WEIGHTS
+    tensors, metadata = _read(path)
+    if metadata.get("rankwise-plan") != _plan_hash(plan):
+        raise RankwiseError(
+            f"{path} and plan.json beside it do not belong together: one of them was changed; save the model again"
+        )
+    small = copy.deepcopy(model)
+    replace_layers_(small, plan, fill=False)
+    _load_state_(small, tensors, metadata, path)
+    return small
+
+
+def read_plan(folder: str | Path) -> Plan:
+    """The plan of a folder that `save` wrote."""
+    if not Path(folder).is_dir():
+        raise RankwiseError(f"{folder} is not a folder: give one that rankwise.save or rankwise compress wrote")
+    return Plan.load(Path(folder) / PLAN)
+
+
+def _plan_hash(plan: Plan) -> str:
+    return hashlib.sha256(plan.dumps().encode()).hexdigest()
+
+
+def _unshared(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor once, and for a second name of the same tensor the first one."""
+    first: dict[tuple[Any, ...], str] = {}
+    tensors, same = {}, {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise RankwiseError(
+                f"the model keeps {type(value).__name__} under {name!r} in its state dict; only tensors can be saved"
+            )
+        place = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype) if value.numel() else (name,)
+        if place in first:
+            same[name] = first[place]
+        else:
+            first[place] = name
+            tensors[name] = value.detach().cpu().contiguous().clone()
+    return tensors, same
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if not path.is_file():
+        raise RankwiseError(f"{path} is missing: a compressed folder holds {PLAN} and {WEIGHTS}")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {k: file.get_tensor(k) for k in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as err:
+        raise RankwiseError(f"{path} is damaged or cut short ({err}): restore it or save the model again") from None
+
+
+def _load_state_(model: nn.Module, tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
+    same = jsonio.parse(metadata.get("rankwise-same", "{}"), f"the header of {path}")
+    state = {**tensors, **{name: tensors[first] for name, first in same.items() if first in tensors}}
+    here = model.state_dict()
+    for name in here:
+        if name not in state:
+            raise RankwiseError(f"{path} does not fit the model: it has no tensor {name!r}")
+    for name, value in state.items():
+        if name not in here:
+            raise RankwiseError(f"{path} does not fit the model: it has the tensor {name!r}, which the model has not")
+        for what, theirs, ours in (
+            ("shape", tuple(value.shape), tuple(here[name].shape)),
+            ("dtype", value.dtype, here[name].dtype),
+        ):
+            if theirs != ours:
+                raise RankwiseError(
+                    f"{path} does not fit the model: {name!r} has {what} {theirs} in the file and {ours} in the model"
+                )
+    with torch.no_grad():
+        model.load_state_dict(state)

@@ -1,0 +1,116 @@
+"""Methods: named settings for the search, and the whole job in one call.
+
+A method is a value. Another ablation is another row in the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from rankwise.budget import Budget
+from rankwise.coverage import find_layers
+from rankwise.errors import RankwiseError
+from rankwise.plan import Plan
+from rankwise.search import Settings, find_plan
+from rankwise.surgery import apply_plan
+from rankwise.table import Progress, Table, build, module_weights
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decide: what it is, and the settings it stands for."""
+
+    name: str
+    about: str
+    settings: Settings
+
+
+def _register(*methods: Method) -> dict[str, Method]:
+    return {m.name: m for m in methods}
+
+
+_ALDS = Settings(folds=(0,), groups="all", error="bound", search="alternate")
+_ONE = replace(_ALDS, groups=1)
+
+METHODS: dict[str, Method] = _register(
+    Method("alds", "Algorithm 1 of the paper: slices and ranks by the largest error bound", _ALDS),
+    Method("alds+", "alds that also chooses among the four folds", replace(_ALDS, folds="all")),
+    Method("alds-error", "alds with a fixed number of slices (3)", replace(_ALDS, groups=3, search="minimax")),
+    Method(
+        "alds-simple",
+        "a fixed number of slices (3), the same keep in every layer",
+        replace(_ALDS, groups=3, search="constant"),
+    ),
+    Method("svd-error", "alds-error with one slice", replace(_ONE, search="minimax")),
+    Method("svd", "one slice, the same keep in every layer", replace(_ONE, search="constant")),
+    Method(
+        "svd-energy",
+        "one slice, the same relative energy in every layer",
+        replace(_ONE, error="energy", search="minimax"),
+    ),
+    Method("auto", "the best we know without data: least total energy, all folds and slices", Settings()),
+)
+
+
+def get_method(name: str) -> Method:
+    if name not in METHODS:
+        raise RankwiseError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def settings_for(method: str, **changes: Any) -> Settings:
+    """A method's settings with some of them replaced; None leaves one as it is."""
+    known = set(Settings.__dataclass_fields__)
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise RankwiseError(f"unknown setting {unknown[0]!r}: the settings are {', '.join(sorted(known))}")
+    return replace(get_method(method).settings, **{k: v for k, v in changes.items() if v is not None})
+
+
+def build_table(
+    model: nn.Module,
+    example: Any = None,
+    folds: str | int | Iterable[str | int] = "all",
+    groups: str | int | Iterable[int] = "all",
+    exclude: Iterable[str] | str = (),
+    progress: Progress | None = None,
+) -> Table:
+    """The spectra of every layer of a model; `example` is needed for budgets in macs."""
+    coverage = find_layers(model, example, exclude)
+    return build(coverage, module_weights(model, coverage), folds, groups, progress)
+
+
+def allocate(table: Table, budget: Budget, method: str = "auto", model: str = "", **changes: Any) -> Plan:
+    """One choice for each layer. `changes` replace settings of the method: error=, search=, groups=, seed= …"""
+    return find_plan(table, budget, settings_for(method, **changes), method, model)
+
+
+def compress(
+    model: nn.Module,
+    example: Any = None,
+    method: str = "auto",
+    keep: float | None = None,
+    macs: float | None = None,
+    exclude: Iterable[str] | str = (),
+    progress: Progress | None = None,
+    **changes: Any,
+) -> tuple[nn.Module, Plan]:
+    """The whole job: a smaller copy of the model, and the plan it follows.
+
+    `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
+    multiply-adds, which needs an example input.
+    """
+    settings = settings_for(method, **changes)
+    budget = Budget(params=keep, macs=macs)
+    coverage = find_layers(model, example, exclude)
+    if any(s.reason == "already compressed" for s in coverage.skipped):
+        raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
+    if not coverage.layers:
+        raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
+    table = build(coverage, module_weights(model, coverage), settings.folds, settings.groups, progress)
+    plan = find_plan(table, budget, settings, method, type(model).__name__)
+    return apply_plan(model, plan), plan

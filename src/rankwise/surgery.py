@@ -1,0 +1,105 @@
+"""Surgery: replay a plan on a model, and turn the result back. Nothing is decided here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from torch import nn
+
+from rankwise.coverage import find_layers
+from rankwise.errors import RankwiseError
+from rankwise.layer import Layer
+from rankwise.modules import build_pair, describe, fill_pair_, kind_of, mark_of, merge_pair
+from rankwise.plan import Choice, Plan
+
+Swap = dict[nn.Module, nn.Module]
+
+
+def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the model with every chosen layer replaced by its pair."""
+    small = copy.deepcopy(model)
+    apply_plan_(small, plan)
+    return small
+
+
+def apply_plan_(model: nn.Module, plan: Plan) -> None:
+    """Replace every chosen layer by its pair, in place. Checked first: a plan that does not fit changes nothing."""
+    replace_layers_(model, plan, fill=True)
+
+
+def replace_layers_(model: nn.Module, plan: Plan, fill: bool) -> None:
+    """Put the pairs of a plan into a model; without `fill` their weights are left for a file to set."""
+    layers = match_layers(model, plan)
+    swap: Swap = {}
+    for choice, layer in layers:
+        old = model.get_submodule(choice.name)
+        pair = build_pair(layer, choice.option, choice.rank, old)
+        if fill:
+            fill_pair_(pair, layer, choice.option, choice.rank, old)
+        swap[old] = pair
+    swap_modules_(model, swap)
+
+
+def match_layers(model: nn.Module, plan: Plan) -> list[tuple[Choice, Layer]]:
+    """The model's layer for every choice of the plan, or one sentence on what does not fit."""
+    if not isinstance(plan, Plan):
+        raise RankwiseError(f"a Plan is needed, and {type(plan).__name__} was given: see rankwise.allocate")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    able: dict[str, Layer] | None = None
+    found = []
+    for choice in plan.choices:
+        module = modules.get(choice.name)
+        if module is None:
+            raise RankwiseError(
+                f"the plan was made for another model: it names layer {choice.name!r}, which this one does not have"
+            )
+        if mark_of(module) is not None:
+            raise RankwiseError(
+                f"layer {choice.name!r} is already compressed: apply the plan to the original, or densify this one"
+            )
+        if kind_of(module) is None:
+            raise RankwiseError(
+                f"the plan was made for another model: layer {choice.name!r} is {type(module).__name__} here, "
+                f"and {choice.kind} in the plan"
+            )
+        choice.check(describe(module, choice.name))
+        if able is None:
+            able = {layer.name: layer for layer in find_layers(model).layers}
+        if choice.name not in able:
+            reason = {s.name: s.reason for s in find_layers(model).skipped}.get(choice.name, "it has another name too")
+            raise RankwiseError(f"layer {choice.name!r} of the plan cannot be replaced: {reason}")
+        found.append((choice, able[choice.name]))
+    return found
+
+
+def swap_modules_(model: nn.Module, swap: Swap) -> None:
+    """Replace modules wherever they occur, so that what was shared stays shared."""
+    for parent in model.modules():
+        if parent in swap.values():
+            continue
+        for name, child in parent._modules.items():
+            if child is not None and child in swap:
+                parent._modules[name] = swap[child]
+                if isinstance(parent, nn.TransformerEncoderLayer):
+                    # Its fast path reads linear1.weight and linear2.weight instead of calling the modules.
+                    parent.activation_relu_or_gelu = 0
+
+
+def densify(model: nn.Module) -> nn.Module:
+    """A copy of the model with every pair multiplied out: the original shapes, the same outputs."""
+    dense = copy.deepcopy(model)
+    densify_(dense)
+    return dense
+
+
+def densify_(model: nn.Module) -> None:
+    """Multiply every pair out, in place."""
+    if mark_of(model) is not None:
+        raise RankwiseError("the model is itself a compressed layer: densify the network that holds it")
+    swap_modules_(model, _merged(model, merge_pair))
+
+
+def _merged(model: nn.Module, merge: Callable[[nn.Sequential], nn.Module]) -> Swap:
+    pairs = [m for m in model.modules() if isinstance(m, nn.Sequential) and mark_of(m) is not None]
+    return {pair: merge(pair) for pair in pairs}
