@@ -20,6 +20,10 @@ from rankwise.errors import RankwiseError
 from rankwise.layer import LINEAR_KINDS, Call, Coverage, Layer, Skipped
 from rankwise.modules import describe, kind_of, mark_of
 
+# Reasons that are no gap in coverage: there is nothing to decompose, or the user said so.
+OTHER_KIND = "not a linear or convolution layer"
+EXCLUDED = "excluded by name"
+COMPRESSED = "already compressed"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -41,7 +45,7 @@ def find_layers(model: nn.Module, example: Any = None, exclude: Iterable[str] | 
     for name, module in model.named_modules():
         if mark_of(module) is not None:
             inside = (*inside, name + ".")
-            skipped.append(Skipped(name, "pair", _numel(module.parameters()), "already compressed"))
+            skipped.append(Skipped(name, "pair", _numel(module.parameters()), COMPRESSED))
         if name.startswith(inside) and inside:
             continue
         own = list(module.parameters(recurse=False))
@@ -100,12 +104,14 @@ def _reason(
     model: nn.Module, name: str, module: nn.Module, owners: dict[int, set[str]], patterns: list[str]
 ) -> str | None:
     """Why a module is left alone; None if it can be decomposed."""
+    if isinstance(module, nn.MultiheadAttention):
+        return "it keeps its projections in one tensor of its own"
     kind = kind_of(module)
     if kind is None:
         base = next((c.__name__ for c in type(module).__mro__[1:] if kind_of_class(c)), None)
-        return f"{type(module).__name__} changes how {base} works" if base else "not a linear or convolution layer"
+        return f"{type(module).__name__} changes how {base} works" if base else OTHER_KIND
     if _matches(name, patterns):
-        return "excluded by name"
+        return EXCLUDED
     if name == "":
         return "the model is this single layer: wrap it in nn.Sequential to decompose it"
     weight = module._parameters.get("weight")
@@ -178,7 +184,7 @@ def run_example(model: nn.Module, example: Any) -> Any:
     except Exception as err:
         first_line = (str(err).splitlines() or [""])[0]
         raise RankwiseError(
-            f"the model could not run on the example input {_sizes(example)} "
+            f"the model could not run on an input of {_sizes(example)} "
             f"({type(err).__name__}: {first_line}): give an input that fits the model"
         ) from err
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise.coverage import run_example
 from rankwise.data import Split
 from rankwise.errors import RankwiseError
 
@@ -45,7 +46,7 @@ def evaluate(model: nn.Module, split: Split, batch_size: int = 256, limit: int |
     ranks, losses, outputs = [], [], 0
     with mode(model, training=False), torch.inference_mode():
         for x, y in split.batches(batch_size):
-            logits = class_logits(model(like(model, x)), split).float()
+            logits = class_logits(run_example(model, x), split).float()
             y = y.to(logits.device)
             ranks.append(_rank(logits, y).cpu())
             losses.append(F.cross_entropy(logits, y, reduction="none").double().cpu())

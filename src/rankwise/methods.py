@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from rankwise.budget import Budget
-from rankwise.coverage import find_layers
+from rankwise.coverage import COMPRESSED, find_layers
 from rankwise.errors import RankwiseError
 from rankwise.plan import Plan
 from rankwise.search import Settings, find_plan
@@ -107,7 +107,7 @@ def compress(
     settings = settings_for(method, **changes)
     budget = Budget(params=keep, macs=macs)
     coverage = find_layers(model, example, exclude)
-    if any(s.reason == "already compressed" for s in coverage.skipped):
+    if any(s.reason == COMPRESSED for s in coverage.skipped):
         raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
     if not coverage.layers:
         raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")

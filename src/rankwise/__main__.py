@@ -1,0 +1,31 @@
+"""`rankwise …` and `python -m rankwise …`: one sentence and exit status 2 for whatever a user got wrong."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from rankwise.cli import app
+from rankwise.errors import RankwiseError
+
+# What a wrong flag raises. Some versions of typer carry a click of their own, so ask typer for the class.
+USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")  # type: ignore[assignment]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        result = typer.main.get_command(app).main(given or ["--help"], prog_name="rankwise", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except (RankwiseError, USAGE) as err:
+        sentence = err.format_message() if hasattr(err, "format_message") else str(err)
+        print(f"rankwise: {' '.join(sentence.split())}", file=sys.stderr)
+        return 2
+    except (typer.Abort, KeyboardInterrupt):
+        print("rankwise: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

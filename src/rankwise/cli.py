@@ -1,0 +1,319 @@
+"""The command line: thin functions around the library, a table for people or --json for machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from rankwise import checkpoint, networks, show
+from rankwise.budget import Budget
+from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers, run_example, undisturbed
+from rankwise.data import load as load_data
+from rankwise.errors import RankwiseError
+from rankwise.evaluate import evaluate as score
+from rankwise.layer import Coverage
+from rankwise.methods import METHODS, settings_for
+from rankwise.plan import Plan
+from rankwise.search import find_plan
+from rankwise.surgery import apply_plan
+from rankwise.table import build, module_weights
+
+app = typer.Typer(
+    name="rankwise",
+    help="Make a trained PyTorch network smaller: decide for every layer how to decompose it, and how far.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ModelArg = Annotated[
+    str, typer.Argument(metavar="MODEL", help="resnet20, torchvision:NAME, timm:NAME, file.py:factory, or a folder.")
+]
+WeightsOpt = Annotated[
+    Path | None, typer.Option("--weights", metavar="FILE", help="Weights: .safetensors, or a .pth/.th state dict.")
+]
+InputOpt = Annotated[
+    str | None, typer.Option("--input", metavar="SHAPE", help="Shape of an example input, such as 1,3,224,224.")
+]
+ExcludeOpt = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave these layers alone; may be repeated.")
+]
+DataOpt = Annotated[
+    str | None,
+    typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER or hub:NAME."),
+]
+SplitOpt = Annotated[str, typer.Option("--split", help="Split of the data.")]
+BaseOpt = Annotated[
+    str | None,
+    typer.Option("--base", metavar="MODEL", help="For a folder: the network to rebuild (needed for file.py:factory)."),
+]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command()
+def inspect(
+    model: ModelArg,
+    weights: WeightsOpt = None,
+    input: InputOpt = None,
+    exclude: ExcludeOpt = None,
+    base: BaseOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Every layer with its shape, params and macs, and whether it can be decomposed or why not."""
+    network = open_model(model, weights, base)
+    coverage = find_layers(network, example_for(model, input, network), exclude or ())
+    if as_json:
+        show.print_json({"model": model, **show.coverage_json(coverage)})
+        return
+    out = show.console()
+    out.print(show.coverage_grid(coverage, model))
+    able = sum(layer.params for layer in coverage.layers)
+    macs = "" if coverage.macs is None else f", {coverage.macs:,} macs"
+    out.print(
+        f"{coverage.params:,} params{macs}; {len(coverage.layers)} layers with "
+        f"{show.percent(able, coverage.params)} of the params can be decomposed"
+    )
+
+
+@app.command()
+def compress(
+    model: ModelArg,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder to write.")] = None,
+    keep: Annotated[float | None, typer.Option("--keep", help="Fraction of all params that may remain.")] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option("--budget", metavar="UNIT=VALUE", help="params=0.4 or macs=0.5; may be repeated."),
+    ] = None,
+    method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(METHODS)}.")] = "auto",
+    weights: WeightsOpt = None,
+    data: DataOpt = None,
+    split: SplitOpt = "test",
+    error: Annotated[str | None, typer.Option("--error", help="bound, rss, max, exact or energy.")] = None,
+    search: Annotated[str | None, typer.Option("--search", help="alternate, minimax, sum or constant.")] = None,
+    groups: Annotated[
+        str | None, typer.Option("--groups", metavar="K", help="all, any, a number or a list such as 1,2,4.")
+    ] = None,
+    folds: Annotated[
+        str | None, typer.Option("--folds", metavar="F", help="all, or a list of schemes such as 0,3.")
+    ] = None,
+    input: InputOpt = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the random starts.")] = None,
+    exclude: ExcludeOpt = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse if a linear or convolution layer is left out.")
+    ] = False,
+    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Replay this plan.json.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Plan, decompose, write a folder, and read it back before saying done."""
+    if out is None and not dry_run:
+        raise RankwiseError("no folder was given to write to: add --out DIR, or --dry-run to see the plan only")
+    changes = {"error": error, "search": search, "seed": seed, "groups": _groups(groups), "folds": _folds(folds)}
+    network = open_model(model, weights, None)
+    example = example_for(model, input, network)
+    if plan is None:
+        found = make_plan(network, example, model, method, read_budget(keep, budget), exclude or (), strict, changes)
+    else:
+        _only_with_a_search(keep, budget, changes)
+        found = Plan.load(plan)
+    small = apply_plan(network, found)
+    scores = None
+    if data is not None:
+        images = load_data(data, split, size=None if example is None else _side(example))
+        scores = {"before": score(network, images).to_json(), "after": score(small, images).to_json()}
+    verified = None
+    if out is not None and not dry_run:
+        checkpoint.save(small, found, out)
+        verified = verify(out, small, network, example)
+    if as_json:
+        written = None if verified is None else str(out)
+        show.print_json({"out": written, "verified": verified, "scores": scores, "plan": found.to_json()})
+        return
+    _print_plan(found, scores)
+    if verified is not None:
+        show.console().print(f"done: {out} was written and read back; {verified}")
+
+
+@app.command()
+def evaluate(
+    model: ModelArg,
+    data: Annotated[str, typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER …")],
+    split: SplitOpt = "test",
+    weights: WeightsOpt = None,
+    base: BaseOpt = None,
+    size: Annotated[int | None, typer.Option("--size", help="Side of the images that the network takes.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Only so many images, evenly spaced.")] = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Accuracy of a network, or of a folder that `compress` wrote."""
+    network = open_model(model, weights, base)
+    found = score(network, load_data(data, split, size=size), limit=limit)
+    if as_json:
+        show.print_json({"model": model, "data": data, "split": split, **found.to_json()})
+        return
+    top5 = "" if found.top5 is None else f", top-5 {found.top5:.2f} %"
+    show.console().print(
+        f"top-1 {found.top1:.2f} %{top5}, loss {found.loss:.4f} on {found.n:,} images ({data}, {split})"
+    )
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report.")] = Path("demo-out"),
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the training.")] = 0,
+    as_json: JsonOpt = False,
+) -> None:
+    """The whole story on handwritten digits: train, compress with several methods, retrain, report."""
+    from rankwise.demo import run_demo
+
+    with show.progress("demo") as report:
+        result = run_demo(out, seed, report)
+    if as_json:
+        show.print_json(result)
+        return
+    terminal = show.console()
+    terminal.print(show.rows_grid(result["rows"], result["reference"]))
+    terminal.print(f"done: open {result['report']} in a browser")
+
+
+def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
+    network = networks.build(spec, base=base)
+    if weights is not None:
+        networks.load_weights_(network, weights)
+    return network.eval()
+
+
+def example_for(spec: str, shape: str | None, network: nn.Module) -> Tensor | None:
+    """A seeded random input of the shape that was asked for, or of the network's own; None if nobody knows."""
+    if shape is None:
+        sizes = networks.default_input(spec)
+    else:
+        parts = shape.replace("x", ",").split(",")
+        if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+            raise RankwiseError(f"--input {shape} is not a shape: give whole numbers such as 1,3,224,224")
+        sizes = tuple(int(p) for p in parts)
+    if sizes is None:
+        return None
+    dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def read_budget(keep: float | None, parts: list[str] | None) -> Budget:
+    values: dict[str, float] = {} if keep is None else {"params": keep}
+    for part in parts or []:
+        unit, _, text = part.partition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if unit not in Budget.__dataclass_fields__ or value != value:
+            known = " or ".join(f"{u}=VALUE" for u in Budget.__dataclass_fields__)
+            raise RankwiseError(f"--budget {part} is not understood: give {known}, such as macs=0.5")
+        if unit in values:
+            raise RankwiseError(f"the budget for {unit} was given twice: give it once")
+        values[unit] = value
+    if not values:
+        raise RankwiseError("no budget was given: add --keep 0.4, or --budget macs=0.5")
+    return Budget(**values)
+
+
+def make_plan(
+    network: nn.Module,
+    example: Tensor | None,
+    model: str,
+    method: str,
+    budget: Budget,
+    exclude: Any,
+    strict: bool,
+    changes: dict[str, Any],
+) -> Plan:
+    settings = settings_for(method, **changes)
+    coverage = find_layers(network, example, exclude)
+    check_coverage(coverage, strict)
+    with show.progress("spectra") as report:
+        weights = module_weights(network, coverage)
+        table = build(coverage, weights, settings.folds, settings.groups, report)
+    return find_plan(table, budget, settings, method, model)
+
+
+def check_coverage(coverage: Coverage, strict: bool) -> None:
+    compressed = [s.name for s in coverage.skipped if s.reason == COMPRESSED]
+    if compressed:
+        raise RankwiseError(
+            f"the model is already compressed (layer {compressed[0]!r}, for one): compress the original instead"
+        )
+    if not coverage.layers:
+        raise RankwiseError("the model has no layer that can be decomposed: rankwise inspect says why")
+    gaps = [s for s in coverage.skipped if s.reason not in (OTHER_KIND, EXCLUDED)]
+    if strict and gaps:
+        first = "; ".join(f"{s.name}: {s.reason}" for s in gaps[:3])
+        raise RankwiseError(
+            f"--strict was given and {len(gaps)} layers cannot be decomposed ({first}): exclude them by name, "
+            f"or leave --strict out"
+        )
+
+
+def verify(folder: Path, small: nn.Module, original: nn.Module, example: Tensor | None) -> str:
+    """Read the folder back and compare with what was written; says what was compared."""
+    again = checkpoint.load(folder, original)
+    if example is None:
+        pairs = zip(again.state_dict().values(), small.state_dict().values(), strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs):
+            raise RankwiseError(f"{folder} was written, but read back it has other weights: do not use it")
+        return "it has the same weights (give --input to compare outputs too)"
+    with undisturbed(again), undisturbed(small):
+        ours, theirs = _tensors(run_example(small, example)), _tensors(run_example(again, example))
+    if len(ours) != len(theirs) or not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+        raise RankwiseError(f"{folder} was written, but read back it gives other outputs: do not use it")
+    return "it gives the same outputs"
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    return [t for item in items for t in _tensors(item)]
+
+
+def _side(example: Tensor) -> int | None:
+    """The side of square images; None lets the data decide."""
+    shape = example.shape
+    return int(shape[-1]) if example.dim() == 4 and shape[-1] == shape[-2] else None
+
+
+def _groups(text: str | None) -> str | list[int] | None:
+    if text is None or text in ("all", "any"):
+        return text
+    parts = text.split(",")
+    if not all(p.strip().isdigit() for p in parts):
+        raise RankwiseError(f"--groups {text} is not understood: give all, any, a number or a list such as 1,2,4")
+    return [int(p) for p in parts]
+
+
+def _folds(text: str | None) -> str | list[str | int] | None:
+    if text is None or text == "all":
+        return text
+    return [int(p) if p.strip().isdigit() else p.strip() for p in text.split(",")]
+
+
+def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: dict[str, Any]) -> None:
+    given = [f"--{name}" for name, value in {"keep": keep, "budget": budget, **changes}.items() if value is not None]
+    if given:
+        raise RankwiseError(
+            f"--plan replays decisions that are made already, and {given[0]} asks for new ones: drop one"
+        )
+
+
+def _print_plan(plan: Plan, scores: dict[str, Any] | None) -> None:
+    terminal = show.console()
+    terminal.print(show.plan_grid(plan, str(plan.settings.get("error", "energy"))))
+    whole = [s for s in plan.kept if s.reason not in (OTHER_KIND, EXCLUDED)]
+    if whole:
+        terminal.print("left whole: " + "; ".join(f"{s.name} ({s.reason})" for s in whole))
+    terminal.print(show.before_after_grid(plan, scores))

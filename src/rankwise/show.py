@@ -1,0 +1,145 @@
+"""What the command line prints: tables for people, one JSON document for machines, progress on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Grid
+
+from rankwise.layer import Coverage
+from rankwise.plan import Choice, Plan
+from rankwise.table import Progress as Report
+
+
+def console() -> Console:
+    """Standard output; wide enough not to cut names when it is a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Report]:
+    """A bar on standard error, there only while it runs and only on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    err = Console(stderr=True)
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+
+        def report(name: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{title} {name}".rstrip(), completed=done, total=total)
+
+        yield report
+
+
+def percent(part: int | None, whole: int | None) -> str:
+    return "" if part is None or not whole else f"{100 * part / whole:.1f} %"
+
+
+def count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def coverage_grid(coverage: Coverage, title: str) -> Grid:
+    """Every module with parameters: what it is, what it costs, and why it is left alone if it is."""
+    grid = Grid(title=title, title_justify="left")
+    for name in ("layer", "kind", "weight"):
+        grid.add_column(name, overflow="fold")
+    for name in ("params", "share", "macs", "share"):
+        grid.add_column(name, justify="right")
+    grid.add_column("decompose", overflow="fold")
+    for layer in coverage.layers:
+        also = f" (also {', '.join(layer.aliases)})" if layer.aliases else ""
+        grid.add_row(
+            layer.name + also,
+            layer.kind,
+            "×".join(map(str, layer.shape)),
+            count(layer.params),
+            percent(layer.params, coverage.params),
+            count(layer.macs),
+            percent(layer.macs, coverage.macs),
+            "yes",
+        )
+    for skipped in coverage.skipped:
+        share = percent(skipped.params, coverage.params)
+        grid.add_row(skipped.name, skipped.kind, "", count(skipped.params), share, "", "", f"no: {skipped.reason}")
+    return grid
+
+
+def coverage_json(coverage: Coverage) -> dict[str, Any]:
+    return {
+        "params": coverage.params,
+        "macs": coverage.macs,
+        "layers": [
+            {"name": la.name, "kind": la.kind, "shape": la.shape, "params": la.params, "macs": la.macs}
+            for la in coverage.layers
+        ],
+        "skipped": [{"name": s.name, "kind": s.kind, "params": s.params, "reason": s.reason} for s in coverage.skipped],
+    }
+
+
+def plan_grid(plan: Plan, measure: str) -> Grid:
+    """One line for each layer that was up for decision."""
+    grid = Grid(title=f"plan by {plan.method} for {plan.budget}", title_justify="left")
+    grid.add_column("layer", overflow="fold")
+    for name in ("weight", "fold"):
+        grid.add_column(name)
+    for name in ("groups", "rank", f"error ({measure})", "params", "keep", "macs", "keep"):
+        grid.add_column(name, justify="right")
+    for entry in plan.layers:
+        if not isinstance(entry, Choice):
+            continue
+        before, after = entry.before, entry.after
+        grid.add_row(
+            entry.name,
+            "×".join(map(str, entry.shape)),
+            entry.fold,
+            str(entry.groups),
+            str(entry.rank),
+            f"{entry.error.get(measure, float('nan')):.4f}",
+            count(after.params),
+            percent(after.params, before.params),
+            count(after.macs),
+            percent(after.macs, before.macs),
+        )
+    return grid
+
+
+def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
+    """The network before and after, and what was removed (CR-P, CR-F)."""
+    grid = Grid()
+    grid.add_column("")
+    for name in ("before", "after", "keep", "removed"):
+        grid.add_column(name, justify="right")
+    for unit, removed in (("params", "CR-P"), ("macs", "CR-F")):
+        before, after = getattr(plan.before, unit), getattr(plan.after, unit)
+        if before:
+            cut = f"{removed} {100 * (1 - after / before):.1f} %"
+            grid.add_row(unit, count(before), count(after), f"{after / before:.4f}", cut)
+    if scores:
+        before, after = scores["before"]["top1"], scores["after"]["top1"]
+        grid.add_row("top-1", f"{before:.2f} %", f"{after:.2f} %", "", f"{after - before:+.2f}")
+    return grid
+
+
+def rows_grid(rows: list[dict[str, Any]], reference: dict[str, Any]) -> Grid:
+    """Top-1 of every method at every keep: compressed → retrained."""
+    title = f"top-1 on {reference['n']} test images, compressed → retrained; before: {reference['top1']:.2f} %"
+    grid = Grid(title=title, title_justify="left")
+    grid.add_column("keep", justify="right")
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    for method in methods:
+        grid.add_column(method, justify="right")
+    for keep in dict.fromkeys(row["asked"] for row in rows):
+        cells = {r["method"]: r for r in rows if r["asked"] == keep}
+        shown = [f"{cells[m]['compressed']['top1']:.2f} → {cells[m]['retrained']['top1']:.2f}" for m in methods]
+        grid.add_row(f"{keep:g}", *shown)
+    return grid
