@@ -9,14 +9,13 @@ slice: several times faster than an SVD, and singular values are right to about 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
-from torch.nn.functional import pad
 
 from rankwise.cost import Option, slice_width
 from rankwise.errors import RankwiseError
@@ -25,18 +24,24 @@ from rankwise.layer import Layer, canonical, stored
 
 Array = NDArray[np.float64]
 
-# Slices are brought to float64 in blocks of this many entries, so that a large layer is never copied whole.
-BLOCK = 1 << 22
+# A weight is brought to float64 in blocks of about this many entries, so that it is never copied whole.
+BLOCK = 1 << 18
+LARGEST = 1e140  # float64 ends at 1.8e308, and Gram matrices hold sums of squares
+# Matrices from this size on go to LAPACK one by one: it works on a copy.
+LARGE = 128
 
 
 def check_finite(weight: Tensor, name: str) -> None:
-    """Refuse NaN and infinity, with the layer's name."""
+    """Refuse NaN, infinity and what would overflow, with the layer's name."""
+    weight = weight.detach()
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise RankwiseError(
             f"layer {name!r} has {bad} weights that are NaN or infinite: mend the checkpoint, or leave the "
             f"layer alone with exclude=[{name!r}]"
         )
+    if weight.numel() and float(weight.abs().max()) > LARGEST:
+        raise RankwiseError(f"layer {name!r} has weights above {LARGEST:g}, whose squares overflow: rescale them")
 
 
 def cut(weight: Tensor, layer: Layer, option: Option) -> Tensor:
@@ -45,32 +50,71 @@ def cut(weight: Tensor, layer: Layer, option: Option) -> Tensor:
     width = slice_width(layer.group_channels, option.groups)
     missing = option.groups * width - layer.group_channels
     if missing:
-        whole = pad(whole, [0, 0] * layer.dims + [0, missing])
+        whole = torch.constant_pad_nd(whole, [0, 0] * layer.dims + [0, missing])
     matrix = to_matrix(whole, option.fold)
     return torch.unflatten(matrix, 2, (option.groups, -1)).transpose(1, 2)
 
 
-def gram(matrix: Tensor) -> Tensor:
-    """AᵀA or AAᵀ in float64, whichever is smaller, for A of shape (rows, columns) in any dtype."""
-    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.t()
-    step = max(1, BLOCK // max(1, tall.shape[1]))
-    if tall.shape[0] <= step:
-        tall = tall.to("cpu", torch.float64)
-        return tall.t() @ tall
-    total = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64)
-    for block in torch.split(tall, step):
-        part = block.to("cpu", torch.float64)
-        total.addmm_(part.t(), part)
+def gram(weight: Tensor, fold: str, inner: bool) -> Tensor:
+    """AᵀA (inner) or AAᵀ in float64, for A the folded matrix of a weight (f, c, *kernel).
+
+    Summed up over blocks of filters or of channels, whichever are added up by the product.
+    """
+    axis = 0 if inner else 1
+    step = max(1, BLOCK * weight.shape[axis] // max(1, weight.numel()))
+    total: Tensor | None = None
+    for block in torch.split(weight, step, dim=axis):
+        part = to_matrix(block[None], fold)[0].to("cpu", torch.float64)
+        part = part if inner else part.t()
+        total = part.t() @ part if total is None else total.addmm_(part.t(), part)
+    assert total is not None, "a weight has at least one filter and one channel"
     return total
 
 
 def _eigenvalues(matrices: Tensor) -> Tensor:
     """Eigenvalues of positive semi-definite matrices (n, m, m), largest first, never negative."""
+    if matrices.shape[-1] >= LARGE and len(matrices) > 1:
+        return torch.cat([_eigenvalues(m) for m in torch.split(matrices, 1)])
     try:
         values: Tensor = torch.linalg.eigvalsh(matrices).flip(-1)
     except LinAlgError:
         values = torch.linalg.svdvals(matrices)  # another driver; the same numbers for such matrices
     return values.clamp_min(0)
+
+
+def _inner_blocks(grams: Tensor, size: int) -> Tensor:
+    """AᵀA of narrower slices: the diagonal blocks of those of wider ones. (n, m, m) → (n·m/size, size, size)."""
+    parts = grams.shape[-1] // size
+    blocks = grams.reshape(len(grams), parts, size, parts, size).diagonal(dim1=1, dim2=3)
+    return blocks.permute(0, 3, 1, 2).flatten(0, 1)
+
+
+def _outer_sums(grams: Tensor, count: int) -> Tensor:
+    """AAᵀ of wider slices: sums over `count` narrower ones. (n, m, m) → (⌈n/count⌉, m, m)."""
+    return torch.stack([part.sum(0) for part in torch.split(grams, count)])
+
+
+def _grams(weight: Tensor, fold: str, widths: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+    """The smaller Gram matrices of all slices of a weight (f, c, *kernel), for each width in channels.
+
+    Wide slices have AAᵀ, which add up from narrow to wide; narrow slices have AᵀA, which lie inside each
+    other from wide to narrow. So most of them are read off others instead of multiplied out again.
+    """
+    rows, columns = to_matrix(weight[None, :, :1], fold).shape[1:]  # columns of one channel
+    for inner in (True, False):
+        last: tuple[int, Tensor] | None = None
+        for width in sorted((w for w in widths if (w * columns <= rows) == inner), reverse=inner):
+            if last is not None and inner and last[0] % width == 0:
+                grams = _inner_blocks(last[1], width * columns)[: -(-weight.shape[1] // width)]
+            elif last is not None and not inner and width % last[0] == 0:
+                grams = _outer_sums(last[1], width // last[0])
+            else:
+                size = width * columns if inner else rows
+                parts = (gram(s, fold, inner) for s in torch.split(weight, width, dim=1))
+                # the last slice may be narrower: zeros around its matrix add eigenvalues 0
+                grams = torch.stack([torch.constant_pad_nd(g, (0, size - len(g), 0, size - len(g))) for g in parts])
+            last = (width, grams)
+            yield width, grams
 
 
 def spectra(weight: Tensor, layer: Layer, fold: str, groups: Iterable[int]) -> dict[int, Array]:
@@ -79,24 +123,24 @@ def spectra(weight: Tensor, layer: Layer, fold: str, groups: Iterable[int]) -> d
     Each array has shape (G, k, r + 1): entry j is σ_{j+1}, the first singular value that rank j drops, and
     the last one is 0: at full rank nothing is dropped.
     """
-    found = {}
-    for k in groups:
-        slices = cut(weight, layer, Option(fold, k)).flatten(0, 1)
-        grams = torch.stack([gram(s) for s in slices])
-        values = _eigenvalues(grams).sqrt()
-        found[k] = torch.unflatten(pad(values, (0, 1)), 0, (layer.groups, k)).numpy()
-    return found
+    widths = {slice_width(layer.group_channels, k): k for k in groups}
+    found: dict[int, list[Tensor]] = {k: [] for k in groups}
+    for group in canonical(weight.detach(), layer):
+        for width, grams in _grams(group, fold, widths):
+            found[widths[width]].append(torch.constant_pad_nd(_eigenvalues(grams).sqrt(), (0, 1)))
+    return {k: torch.stack(parts).numpy() for k, parts in found.items()}
 
 
 def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A = U V with orthonormal columns in U and V = ΣVᵀ, strongest first, signs made canonical."""
-    small = gram(matrix)
     matrix = matrix.to("cpu", torch.float64)
+    wide = matrix.shape[0] < matrix.shape[1]
+    small = matrix @ matrix.t() if wide else matrix.t() @ matrix
     try:
         vectors = torch.linalg.eigh(small)[1].flip(-1)
     except LinAlgError:
         vectors = torch.linalg.svd(small)[0]
-    if matrix.shape[0] <= matrix.shape[1]:
+    if wide:
         left, right = vectors, vectors.t() @ matrix
     else:
         left = matrix @ vectors
@@ -119,12 +163,17 @@ def factors(weight: Tensor, layer: Layer, option: Option, rank: int | None = Non
 
 
 def pair_weights(left: Tensor, right: Tensor, layer: Layer, option: Option) -> tuple[Tensor, Tensor]:
-    """The factors as weights of two layers, in canonical layout.
+    """The factors as weights of two layers, in canonical layout, each with its half of Σ.
+
+    The paper gives all of Σ to the encoder. Sharing √σ is the same product; it keeps both within the range
+    of float16, and retraining with weight decay treats both alike.
 
     Encoder (G·k, j, c/(G·k), *kernel with 1 on the left axes), decoder (G, f/G, k·j, *kernel with 1 on
     the right axes).
     """
     left_axes, right_axes = kernel_sides(option.fold)
+    root = right.norm(dim=-1).sqrt()
+    left, right = left * root[..., None, :], right / root.where(root > 0, torch.ones_like(root))[..., None]
     rank = left.shape[-1]
     n = layer.groups * option.groups
     width = slice_width(layer.group_channels, option.groups)
@@ -133,14 +182,8 @@ def pair_weights(left: Tensor, right: Tensor, layer: Layer, option: Option) -> t
     encoder = right.reshape(n, rank, width, *here)
     # rows of U are (f, left axes); its columns become the k·j channels between the two layers
     stacked = left.transpose(1, 2).flatten(2)
-    decoder = from_matrix_left(stacked, layer, option, there)
-    return encoder, decoder
-
-
-def from_matrix_left(stacked: Tensor, layer: Layer, option: Option, kernel: list[int]) -> Tensor:
-    """(G, f·left, k·j) → (G, f, k·j, *kernel with 1 on the right axes)."""
-    shape = (layer.groups, layer.group_filters, stacked.shape[-1], *kernel)
-    return from_matrix(stacked, option.fold, shape)
+    shape = (layer.groups, layer.group_filters, stacked.shape[-1], *there)
+    return encoder, from_matrix(stacked, option.fold, shape)
 
 
 def compose(encoder: Tensor, decoder: Tensor, layer: Layer, option: Option) -> Tensor:
@@ -159,5 +202,6 @@ def residual_norm(left: Tensor, right: Tensor, rank: int) -> float:
     rest = left[..., rank:] @ right[..., rank:, :]
     worst = 0.0
     for group in rest.transpose(1, 2).flatten(2):
-        worst = max(worst, float(_eigenvalues(gram(group)[None])[0, 0]))
+        small = group @ group.t() if group.shape[0] <= group.shape[1] else group.t() @ group
+        worst = max(worst, float(_eigenvalues(small[None])[0, 0]))
     return math.sqrt(worst)
