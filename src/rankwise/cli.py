@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from rankwise import checkpoint, networks, show
 from rankwise.budget import Budget
-from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers, run_example, undisturbed
+from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
 from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
+from rankwise.forward import run_example, undisturbed
 from rankwise.layer import Coverage
 from rankwise.methods import METHODS, settings_for
 from rankwise.plan import Plan

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.coverage import run_example
 from rankwise.data import Split
 from rankwise.errors import RankwiseError
+from rankwise.forward import run_example
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise.coverage import find_layers
+from rankwise.decompose import check_finite
 from rankwise.errors import RankwiseError
 from rankwise.layer import Layer
 from rankwise.modules import build_pair, describe, fill_pair_, kind_of, mark_of, merge_pair
@@ -16,9 +18,22 @@ from rankwise.plan import Choice, Plan
 Swap = dict[nn.Module, nn.Module]
 
 
+def need_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise RankwiseError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A deep copy, also where a module keeps a tensor it has computed (old weight norm), which deepcopy refuses."""
+    need_module(model)
+    kept = (value for module in model.modules() for value in vars(module).values())
+    computed = {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and t.grad_fn is not None}
+    return copy.deepcopy(model, computed)
+
+
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of the model with every chosen layer replaced by its pair."""
-    small = copy.deepcopy(model)
+    small = copy_model(model)
     apply_plan_(small, plan)
     return small
 
@@ -31,6 +46,9 @@ def apply_plan_(model: nn.Module, plan: Plan) -> None:
 def replace_layers_(model: nn.Module, plan: Plan, fill: bool) -> None:
     """Put the pairs of a plan into a model; without `fill` their weights are left for a file to set."""
     layers = match_layers(model, plan)
+    if fill:
+        for choice, _ in layers:
+            check_finite(cast(Tensor, model.get_submodule(choice.name).weight), choice.name)
     swap: Swap = {}
     for choice, layer in layers:
         old = model.get_submodule(choice.name)
@@ -43,6 +61,7 @@ def replace_layers_(model: nn.Module, plan: Plan, fill: bool) -> None:
 
 def match_layers(model: nn.Module, plan: Plan) -> list[tuple[Choice, Layer]]:
     """The model's layer for every choice of the plan, or one sentence on what does not fit."""
+    need_module(model)
     if not isinstance(plan, Plan):
         raise RankwiseError(f"a Plan is needed, and {type(plan).__name__} was given: see rankwise.allocate")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -61,7 +80,7 @@ def match_layers(model: nn.Module, plan: Plan) -> list[tuple[Choice, Layer]]:
         if kind_of(module) is None:
             raise RankwiseError(
                 f"the plan was made for another model: layer {choice.name!r} is {type(module).__name__} here, "
-                f"and {choice.kind} in the plan"
+                f"and {choice.kind!r} in the plan"
             )
         choice.check(describe(module, choice.name))
         if able is None:
@@ -75,8 +94,9 @@ def match_layers(model: nn.Module, plan: Plan) -> list[tuple[Choice, Layer]]:
 
 def swap_modules_(model: nn.Module, swap: Swap) -> None:
     """Replace modules wherever they occur, so that what was shared stays shared."""
+    new = set(swap.values())
     for parent in model.modules():
-        if parent in swap.values():
+        if parent in new:
             continue
         for name, child in parent._modules.items():
             if child is not None and child in swap:
@@ -84,11 +104,14 @@ def swap_modules_(model: nn.Module, swap: Swap) -> None:
                 if isinstance(parent, nn.TransformerEncoderLayer):
                     # Its fast path reads linear1.weight and linear2.weight instead of calling the modules.
                     parent.activation_relu_or_gelu = 0
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and not new.isdisjoint(module.modules()):
+            module.use_nested_tensor = False  # only the fast path of a layer takes those
 
 
 def densify(model: nn.Module) -> nn.Module:
     """A copy of the model with every pair multiplied out: the original shapes, the same outputs."""
-    dense = copy.deepcopy(model)
+    dense = copy_model(model)
     densify_(dense)
     return dense
 
