@@ -1,5 +1,6 @@
 """rankwise: decides for every layer of a trained network how to decompose it, and how far."""
 
+from rankwise import networks
 from rankwise.budget import Budget
 from rankwise.checkpoint import load, save
 from rankwise.coverage import find_layers
@@ -10,8 +11,7 @@ from rankwise.modules import GroupedLinear
 from rankwise.plan import Choice, Plan
 from rankwise.surgery import apply_plan, apply_plan_, densify, densify_
 from rankwise.table import Table
-
-__version__ = "0.1.0"
+from rankwise.version import __version__
 
 __all__ = [
     "METHODS",
@@ -25,6 +25,7 @@ __all__ = [
     "RankwiseError",
     "Skipped",
     "Table",
+    "__version__",
     "allocate",
     "apply_plan",
     "apply_plan_",
@@ -34,5 +35,6 @@ __all__ = [
     "densify_",
     "find_layers",
     "load",
+    "networks",
     "save",
 ]

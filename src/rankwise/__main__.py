@@ -10,7 +10,7 @@ from rankwise.cli import app
 from rankwise.errors import RankwiseError
 
 # What a wrong flag raises. Some versions of typer carry a click of their own, so ask typer for the class.
-USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")  # type: ignore[assignment]
+USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rankwise.menu import Menu, Offer, Point, pareto
+from rankwise.menu import Menu, Offer, Point
 
 # More partial sums than this are thinned out when two budgets must be met at once.
 STATES = 4096
@@ -85,7 +85,7 @@ def _thin(
         if state[0][-1] < lowest:  # sorted by the first unit, so only the last one can still improve
             kept.append(state)
             lowest = state[0][-1]
-    step = -(-len(kept) // STATES)
+    step = max(1, -(-len(kept) // STATES))
     return kept[::step]
 
 
@@ -133,17 +133,23 @@ def _fill(menus: list[Menu], points: list[Point], room: Sequence[int]) -> list[P
     left = [r - t for r, t in zip(room, total(points, len(room)), strict=True)]
     heap = [(-p.error, i) for i, p in enumerate(points) if p.error > 0]
     heapq.heapify(heap)
+    settled: list[tuple[float, int]] = []
     while heap:
         _, i = heapq.heappop(heap)
         have = points[i]
         space = [free + c for free, c in zip(left, have.cost, strict=True)]
         fitting = [p for p in menus[i].at(math.nextafter(have.error, -1)) if p.fits(space)]
         if not fitting:
+            settled.append((-have.error, i))
             continue
         points[i] = min(fitting, key=lambda p: max(c / max(1, r) for c, r in zip(p.cost, room, strict=True)))
-        left = [s - c for s, c in zip(space, points[i].cost, strict=True)]
+        before, left = left, [s - c for s, c in zip(space, points[i].cost, strict=True)]
         if points[i].error > 0:
             heapq.heappush(heap, (-points[i].error, i))
+        if any(now > then for now, then in zip(left, before, strict=True)):
+            # A better point can be cheaper in one of two units: what was settled gets another chance.
+            heap, settled = [*heap, *settled], []
+            heapq.heapify(heap)
     return points
 
 
@@ -205,15 +211,16 @@ def _optimal_subspaces(menu: Menu, point: Point, present: Offer | None) -> Offer
 
 def constant(menus: list[Menu], room: Sequence[int]) -> Solution | None:
     """The same keep for every layer, as large as the budget allows; of several options the best."""
+    smallest = combine([m.at(math.inf) for m in menus], room)
+    if smallest is None:
+        return None
     low, high = 0.0, 1.0
-    points = _constant_points(menus, high)
+    points = _constant_points(menus, high, smallest)
     if not _within(points, room):
-        points = _constant_points(menus, low)
-        if not _within(points, room):
-            return None
+        points = smallest
         for _ in range(50):
             middle = (low + high) / 2
-            better = _constant_points(menus, middle)
+            better = _constant_points(menus, middle, smallest)
             if _within(better, room):
                 low, points = middle, better
             else:
@@ -225,16 +232,15 @@ def _within(points: list[Point], room: Sequence[int]) -> bool:
     return all(t <= r for t, r in zip(total(points, len(room)), room, strict=True))
 
 
-def _constant_points(menus: list[Menu], keep: float) -> list[Point]:
+def _constant_points(menus: list[Menu], keep: float, smallest: list[Point]) -> list[Point]:
     points = []
-    for menu in menus:
+    for menu, least in zip(menus, smallest, strict=True):
         if keep >= 1 or not menu.offers:
             points.append(menu.dense)
             continue
         share = [keep * c for c in menu.dense.cost]
         offers = [(o, o.rank_within(share)) for o in menu.offers]
         fitting = [o.point(rank) for o, rank in offers if rank >= 1]
-        # No rank is small enough: the smallest there is.
-        smallest = pareto([o.point(1) for o in menu.offers])[:1]
-        points.append(min(fitting or smallest, key=lambda p: (p.error, p.cost)))
+        # Where no rank is small enough: the smallest there is.
+        points.append(min(fitting or [least], key=lambda p: (p.error, p.cost)))
     return points

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any
 
 from rankwise.errors import RankwiseError
@@ -29,7 +30,8 @@ class Budget:
             raise RankwiseError("a budget needs at least one of params= and macs=, as a fraction or a count")
         for unit in self.units:
             value = getattr(self, unit)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or (isinstance(value, float) and not math.isfinite(value)):
                 raise RankwiseError(f"the budget {unit}={value!r} must be a number: a fraction up to 1 or a count")
             if value <= 0:
                 raise RankwiseError(f"the budget {unit}={value!r} must be above 0: a fraction up to 1 or a count")
@@ -44,9 +46,9 @@ class Budget:
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
     def limit(self, unit: str, total: int) -> int:
-        """The count that must not be exceeded."""
+        """The count that must not be exceeded. A fraction means its digits: 0.29 of 100 is 29, not 28.99…96."""
         value = getattr(self, unit)
-        return math.floor(value * total) if value <= 1 else min(int(value), total)
+        return math.floor(Fraction(str(float(value))) * total) if value <= 1 else min(int(value), total)
 
     def limits(self, coverage: Coverage) -> dict[str, int]:
         if self.macs is not None and coverage.macs is None:

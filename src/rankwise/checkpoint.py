@@ -6,7 +6,6 @@ that was half overwritten, or a plan that was edited, is noticed.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from pathlib import Path
@@ -21,16 +20,18 @@ from rankwise import jsonio
 from rankwise.errors import RankwiseError
 from rankwise.modules import mark_of
 from rankwise.plan import Plan
-from rankwise.surgery import replace_layers_
+from rankwise.surgery import copy_model, need_module, replace_layers_
 
 PLAN, WEIGHTS = "plan.json", "model.safetensors"
 
 
 def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
     """Write plan.json and model.safetensors; `model` is what `apply_plan` gave, trained since or not."""
+    need_module(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    pairs = {name: mark for name, module in model.named_modules() if (mark := mark_of(module)) is not None}
     for choice in plan.choices:
-        module = dict(model.named_modules(remove_duplicate=False)).get(choice.name)
-        mark = mark_of(module) if module is not None else None
+        mark = mark_of(modules[choice.name]) if choice.name in modules else None
         if mark is None or (mark["fold"], mark["slices"], mark["rank"]) != (
             choice.fold,
             choice.groups,
@@ -39,8 +40,14 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
             raise RankwiseError(
                 f"the model does not follow the plan at layer {choice.name!r}: save what apply_plan gave for this plan"
             )
+    unknown = sorted(set(pairs) - {choice.name for choice in plan.choices})
+    if unknown:
+        raise RankwiseError(
+            f"the model does not follow the plan: {unknown[0]!r} is compressed and the plan has no choice for it"
+        )
     tensors, same = _unshared(model.state_dict())
-    metadata = {"rankwise-plan": _plan_hash(plan), "rankwise-same": json.dumps(same)}
+    # One key only: safetensors writes several in random order, and the same model should give the same bytes.
+    metadata = {"rankwise": json.dumps({"plan": _plan_hash(plan), "same": same})}
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,14 +61,14 @@ def load(folder: str | Path, model: nn.Module) -> nn.Module:
     """A compressed copy of `model`, which must be the kind of network the plan was made for."""
     plan = read_plan(folder)
     path = Path(folder) / WEIGHTS
-    tensors, metadata = _read(path)
-    if metadata.get("rankwise-plan") != _plan_hash(plan):
+    tensors, header = _read(path)
+    if header.get("plan") != _plan_hash(plan):
         raise RankwiseError(
             f"{path} and plan.json beside it do not belong together: one of them was changed; save the model again"
         )
-    small = copy.deepcopy(model)
+    small = copy_model(model)
     replace_layers_(small, plan, fill=False)
-    _load_state_(small, tensors, metadata, path)
+    _load_state_(small, tensors, header, path)
     return small
 
 
@@ -94,19 +101,22 @@ def _unshared(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
     return tensors, same
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Every tensor, and what `save` wrote about them."""
     if not path.is_file():
         raise RankwiseError(f"{path} is missing: a compressed folder holds {PLAN} and {WEIGHTS}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {k: file.get_tensor(k) for k in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+            text = (file.metadata() or {}).get("rankwise", "{}")
     except (SafetensorError, OSError, ValueError) as err:
         raise RankwiseError(f"{path} is damaged or cut short ({err}): restore it or save the model again") from None
+    return tensors, jsonio.parse(text, f"the header of {path}")
 
 
-def _load_state_(model: nn.Module, tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    same = jsonio.parse(metadata.get("rankwise-same", "{}"), f"the header of {path}")
-    state = {**tensors, **{name: tensors[first] for name, first in same.items() if first in tensors}}
+def _load_state_(model: nn.Module, tensors: dict[str, Tensor], header: dict[str, Any], path: Path) -> None:
+    same = jsonio.field(header, "same", dict, f"the header of {path}")
+    state = {**tensors, **{name: tensors[str(first)] for name, first in same.items() if str(first) in tensors}}
     here = model.state_dict()
     for name in here:
         if name not in state:

@@ -58,7 +58,7 @@ def groups_for(groups: str | int | Iterable[int], layer: Layer) -> list[int]:
     if groups == "all":
         return divisors(channels)
     wanted = range(1, channels + 1) if groups == "any" else [groups] if isinstance(groups, int) else groups
-    if isinstance(wanted, str):
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
         raise RankwiseError(f'groups={groups!r} is unknown: give "all", "any", a number or a list of numbers')
     found = set()
     for k in wanted:

@@ -95,6 +95,8 @@ def folds_for(folds: str | int | Iterable[str | int], dims: int) -> tuple[str, .
     """The folds that a request such as "all", 0, "fh│cw" or [0, 3] means for a kernel with `dims` axes."""
     if folds == "all":
         return all_folds(dims)
+    if not isinstance(folds, str | int | Iterable):
+        raise RankwiseError(f'folds={folds!r} is unknown: ask for folds="all", a scheme 0 to 3 or a list of them')
     wanted = [folds] if isinstance(folds, str | int) else list(folds)
     if not wanted:
         raise RankwiseError('no folds were given: ask for folds="all", a scheme 0 to 3 or a list of them')

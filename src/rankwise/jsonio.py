@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ _NAMES = {dict: "an object", list: "a list", str: "a string", int: "a whole numb
 
 
 def parse(text: str | bytes, where: str) -> dict[str, Any]:
-    """JSON text → object. Nesting that exhausts the parser and numbers beyond its limits are refused too."""
+    """JSON text → object. What could not be written again (NaN, half a character, absurd numbers) is refused too."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_int=_whole)
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as err:
         why = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
         raise RankwiseError(f"{where} is not readable JSON ({why}): restore it or write it again") from None
@@ -25,27 +27,36 @@ def parse(text: str | bytes, where: str) -> dict[str, Any]:
     return data
 
 
+def _whole(digits: str) -> int:
+    if len(digits) > 30:
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)
+
+
 def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as err:
-        raise RankwiseError(f"{path} could not be read ({err.strerror or err}): check the path") from None
+    except (OSError, ValueError) as err:  # ValueError: a name that no file can have
+        raise RankwiseError(f"{path} could not be read ({_why(err)}): check the path") from None
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file whole or not at all: a reader sees the old content or the new, never a part."""
-    part = path.with_name(path.name + ".part")
+    part = path.parent / f"{path.name}.part"
     try:
         with open(part, "wb") as out:
             out.write(data)
             out.flush()
             os.fsync(out.fileno())
         os.replace(part, path)
-    except OSError as err:
-        part.unlink(missing_ok=True)
-        raise RankwiseError(
-            f"{path} could not be written ({err.strerror or err}): check the folder and the space left"
-        ) from None
+    except (OSError, ValueError) as err:
+        with suppress(OSError, ValueError):  # where nothing can be written, nothing can be removed either
+            part.unlink()
+        raise RankwiseError(f"{path} could not be written ({_why(err)}): check the folder and the space left") from None
+
+
+def _why(err: Exception) -> str:
+    return getattr(err, "strerror", None) or str(err)
 
 
 def field(data: dict[str, Any], key: str, kind: type, where: str) -> Any:

@@ -12,6 +12,7 @@ every weight, and the best one is used. Step 4 sees both costs.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rankwise.allocate import Solution
+from rankwise.allocate import Solution, combine
 from rankwise.decompose import Array
 from rankwise.menu import Menu, Point
 
@@ -64,6 +65,10 @@ def least_sum(menus: list[Menu], room: Sequence[int]) -> Solution | None:
         return None  # some mixed cost, and so at least one of the budgets, cannot be met
     relaxed = [t for t in tries if t is not None]
     found = [picks for t in relaxed if (picks := _greedy(fronts, t.picks, space)) is not None]
+    if not found and (cheapest := combine([m.at(math.inf) for m in menus], room)) is not None:
+        # Every mixed cost leans too far to one side: start from what fits both.
+        start = [int(np.flatnonzero((f.costs <= p.cost).all(axis=1))[0]) for f, p in zip(fronts, cheapest, strict=True)]
+        found = [picks for picks in [_greedy(fronts, start, space)] if picks is not None]
     best = min(found, key=lambda picks: _value(fronts, picks), default=None)
     tightest = max(relaxed, key=lambda t: t.bound)
     value = np.inf if best is None else _value(fronts, best)
@@ -145,8 +150,9 @@ def _improve(
     """Reduction and dynamic programming. Gives the best picks and whether they are proven optimal."""
     price = relaxed.slope * relaxed.mix
     reduced = [f.error + f.costs @ price for f in fronts]
-    dual = sum(float(r.min()) for r in reduced) - float(space @ price)
-    alive = [np.flatnonzero(dual + r - r.min() <= value) for r in reduced]
+    # Never above the incumbent, which rounding could make it: every layer needs a point that is alive.
+    dual = min(value, sum(float(r.min()) for r in reduced) - float(space @ price))
+    alive = [np.flatnonzero(dual + (r - r.min()) <= value) for r in reduced]
     # Of the layers still to come: the Lagrangian bound on their errors, and the least they cost.
     hope = _suffix([r.min() for r in reduced])
     least = _suffix([f.costs[a].min(axis=0) for f, a in zip(fronts, alive, strict=True)])
@@ -197,7 +203,8 @@ def _undominated(costs: Array, errors: Array) -> Ints:
         at = bisect_left(stairs, (step[0], np.inf))
         if stairs[at - 1][1] <= step[1]:
             continue
-        while stairs[at][0] >= step[0] and stairs[at][1] >= step[1]:
+        at = bisect_left(stairs, step)
+        while stairs[at][1] >= step[1]:
             stairs.pop(at)
         insort(stairs, step)
         kept.append(i)

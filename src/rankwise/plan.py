@@ -40,8 +40,8 @@ class Choice:
         """Refuse a decision that does not fit the layer it names."""
         if (self.kind, self.shape) != (layer.kind, layer.shape):
             raise RankwiseError(
-                f"the plan was made for another model: it has layer {self.name!r} as {self.kind} with weight "
-                f"{self.shape}, and the model as {layer.kind} with weight {layer.shape}"
+                f"the plan was made for another model: it has layer {self.name!r} as {self.kind!r} with weight "
+                f"{self.shape}, and the model as {layer.kind!r} with weight {layer.shape}"
             )
         where = f"layer {self.name!r} of the plan"
         folds = all_folds(layer.dims)
@@ -97,7 +97,12 @@ class Plan:
         return {"format": FORMAT, **body, "budget": self.budget.to_json()}
 
     def dumps(self) -> str:
-        return json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            text = json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+            text.encode()
+        except (ValueError, TypeError) as err:
+            raise RankwiseError(f"the plan holds a value that JSON does not have ({err})") from None
+        return text
 
     @classmethod
     def loads(cls, text: str | bytes, where: str = "the plan") -> Plan:

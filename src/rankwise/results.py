@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from rankwise import jsonio
+from rankwise.version import __version__
 
 
 def provenance() -> dict[str, Any]:
     """Versions and machine, so that a number can be traced."""
-    from rankwise import __version__
-
     return {
         "rankwise": __version__,
         "torch": torch.__version__,

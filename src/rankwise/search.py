@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from rankwise import allocate
@@ -36,12 +38,20 @@ class Settings:
         check_measure(self.error)
         if self.search not in SEARCHES:
             raise RankwiseError(f"unknown search {self.search!r}: the searches are {', '.join(SEARCHES)}")
-        if self.starts < 1:
-            raise RankwiseError(f"starts={self.starts} was given, and Algorithm 1 needs at least one start")
+        for name, least in (("seed", 0), ("starts", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise RankwiseError(f"{name}={value!r} was given, and {name} is a whole number from {least} on")
+        for name in ("folds", "groups"):
+            value = getattr(self, name)
+            if isinstance(value, Iterable) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))  # read more than once, and saved with the plan
 
 
 def find_plan(table: Table, budget: Budget, settings: Settings, method: str, model: str = "") -> Plan:
     """The plan that the search finds; never above the budget, and an error if nothing fits it."""
+    if not isinstance(budget, Budget):
+        raise RankwiseError(f"a Budget is needed, and {budget!r} was given: for instance Budget(params=0.4)")
     coverage = table.coverage
     limits = budget.limits(coverage)
     whole = {"params": coverage.params, "macs": coverage.macs or 0}
@@ -128,7 +138,8 @@ def _cannot_be_met(
     parts = []
     for i, unit in enumerate(budget.units):
         least = fixed[i] + sum(min([m.dense.cost[i], *(o.unit[i] for o in m.offers)]) for m in offered)
-        share = least / whole[unit] if whole[unit] else 1.0
+        # Rounded up: whoever asks for the share that is stated gets it.
+        share = math.ceil(10_000 * Fraction(least, whole[unit])) / 10_000 if whole[unit] else 1.0
         parts.append(
             f"at most {limits[unit]:,} {unit} are asked for and the least possible is {least:,} (keep {share:.4f})"
         )

@@ -125,6 +125,8 @@ class Table:
             "norms": [[name, fold, norm] for (name, fold), norm in self.norms.items()],
         }
         tensors = {str(i): np.ascontiguousarray(self.spectra[key]) for i, key in enumerate(keys)}
+        header["checksum"] = _checksum(header, tensors)
+        # One key only: safetensors writes several in random order, and the same table should give the same bytes.
         data = to_safetensors(tensors, metadata={"rankwise-table": json.dumps(header, ensure_ascii=False)})
         jsonio.write_whole(Path(path), data)
 
@@ -142,11 +144,24 @@ class Table:
             raise RankwiseError(f"{where} is not a whole safetensors file ({err}): build the table again") from None
         if "rankwise-table" not in metadata:
             raise RankwiseError(f"{where} is a safetensors file but not a rankwise table")
-        table = _read_table(jsonio.parse(metadata["rankwise-table"], where), tensors, where)
+        header = jsonio.parse(metadata["rankwise-table"], where)
+        jsonio.check_format(header, FORMAT, where)
+        if header.get("checksum") != _checksum(header, tensors):
+            raise RankwiseError(f"{where} is damaged (its checksum does not fit): build the table again")
+        table = _read_table(header, tensors, where)
         if model is not None:
             table.weights = module_weights(model, table.coverage)
             table.check(table.weights)
         return table
+
+
+def _checksum(header: dict[str, Any], tensors: dict[str, Array]) -> str:
+    text = json.dumps({k: v for k, v in header.items() if k != "checksum"}, ensure_ascii=False)
+    digest = hashlib.sha256(text.encode())
+    for key in sorted(tensors):
+        digest.update(f"{key} {tensors[key].dtype} {tensors[key].shape}".encode())
+        digest.update(np.ascontiguousarray(tensors[key]).data)
+    return digest.hexdigest()
 
 
 def module_weights(model: Any, coverage: Coverage) -> dict[str, Tensor]:
@@ -163,8 +178,9 @@ def build(
     progress: Progress | None = None,
 ) -> Table:
     """All spectra, one layer at a time; deterministic."""
-    folds = folds if isinstance(folds, str | int) else list(folds)
-    groups = groups if isinstance(groups, str | int) else list(groups)
+    # Read once for each layer, so a generator must become a list.
+    folds = list(folds) if isinstance(folds, Iterable) and not isinstance(folds, str) else folds
+    groups = list(groups) if isinstance(groups, Iterable) and not isinstance(groups, str) else groups
     found: dict[tuple[str, Option], Array] = {}
     norms: dict[tuple[str, str], float] = {}
     for done, layer in enumerate(coverage.layers):
@@ -185,11 +201,10 @@ def build(
 
 
 def _read_table(header: dict[str, Any], tensors: dict[str, Array], where: str) -> Table:
-    jsonio.check_format(header, FORMAT, where)
     coverage = _read_coverage(jsonio.field(header, "coverage", dict, where), where)
-    layers = {layer.name: layer for layer in coverage.layers}
     found: dict[tuple[str, Option], Array] = {}
     try:
+        layers = {layer.name: layer for layer in coverage.layers}
         for i, (name, fold, k) in enumerate(header["spectra"]):
             layer, option = layers[name], Option(fold, k)
             if fold not in all_folds(layer.dims) or type(k) is not int or k < 1:
@@ -201,7 +216,7 @@ def _read_table(header: dict[str, Any], tensors: dict[str, Array], where: str) -
         if not {(name, option.fold) for name, option in found} <= set(norms):
             raise ValueError("norms")
         return Table(coverage, found, norms, jsonio.field(header, "fingerprint", str, where))
-    except (KeyError, TypeError, ValueError) as err:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as err:
         if isinstance(err, RankwiseError):
             raise
         raise RankwiseError(f"{where} is damaged ({err}): build the table again") from None
