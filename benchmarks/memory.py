@@ -1,0 +1,75 @@
+"""Peak memory while planning, above the model itself, in units of its largest layer.
+
+    python benchmarks/memory.py
+
+A child process for each network: build the model, plan once for a tiny network so that libraries are
+loaded, then measure the peak of resident memory during build_table + allocate with all folds and slices.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import torch
+from common import machine, say
+
+import rankwise as rw
+from rankwise import networks
+
+NETWORKS = ("torchvision:resnet18", "torchvision:vgg16_bn", "torchvision:resnet50")
+
+
+class Peak:
+    """Resident memory of this process, sampled every millisecond."""
+
+    def __enter__(self) -> Peak:
+        self.process, self.top, self.running = psutil.Process(), 0, True
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while self.running:
+            self.top = max(self.top, self.process.memory_info().rss)
+            time.sleep(0.001)
+
+    def __exit__(self, *_: object) -> None:
+        self.running = False
+        self.thread.join()
+
+
+def measure(spec: str) -> None:
+    torch.set_num_threads(1)
+    tiny = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.Linear(64, 64))
+    rw.allocate(rw.build_table(tiny), rw.Budget(params=0.5))
+    model = networks.build(spec)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    before = psutil.Process().memory_info().rss
+    with Peak() as peak:
+        # resnet50 and vgg16: powers of two keep the run short; memory is set by k = 1
+        groups = "all" if spec.endswith("resnet18") else [1, 2, 4, 8]
+        table = rw.build_table(model, groups=groups)
+        rw.allocate(table, rw.Budget(params=0.5))
+    extra = peak.top - before
+    say(
+        f"{spec:22} model {size / 2**20:6.1f} MiB, largest layer {largest / 2**20:6.1f} MiB, "
+        f"peak above the model {extra / 2**20:6.1f} MiB = {extra / largest:.2f} × largest layer"
+    )
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        measure(sys.argv[1])
+        return
+    say(machine())
+    for spec in NETWORKS:
+        subprocess.run([sys.executable, __file__, spec], check=True)
+
+
+if __name__ == "__main__":
+    main()
