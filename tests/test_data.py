@@ -41,9 +41,7 @@ def write_parquet(path: Path, pictures: list[np.ndarray], labels: list[int], **c
     """`columns` renames: image="img", label="fine_label"."""
     path.parent.mkdir(parents=True, exist_ok=True)
     image, label = columns.get("image", "img"), columns.get("label", "label")
-    features = datasets.Features(
-        {image: datasets.Image(), label: datasets.ClassLabel(names=["cat", "dog", "owl"])}
-    )
+    features = datasets.Features({image: datasets.Image(), label: datasets.ClassLabel(names=["cat", "dog", "owl"])})
     rows = {image: [{"bytes": png(p), "path": None} for p in pictures], label: labels}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(path))
 
@@ -105,10 +103,7 @@ class TestSplit:
     def test_images_and_labels_stay_together_when_shuffled(self, cifar_like: str) -> None:
         split = data.load(cifar_like)
         plain, shuffled = everything(split), everything(split, shuffle_seed=3)
-        pairs = [
-            {(x.numpy().tobytes(), int(y)) for x, y in zip(*found, strict=True)}
-            for found in (plain, shuffled)
-        ]
+        pairs = [{(x.numpy().tobytes(), int(y)) for x, y in zip(*found, strict=True)} for found in (plain, shuffled)]
         assert pairs[0] == pairs[1]
 
     def test_thin_takes_evenly_spaced_images(self) -> None:
@@ -246,9 +241,7 @@ class TestDecoding:
             expected = image if image.size == (14, 14) else theirs(image)  # what fits already is left alone
             assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.array(expected))
 
-    def test_held_or_decoded_makes_no_difference(
-        self, cifar_like: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_held_or_decoded_makes_no_difference(self, cifar_like: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = data.load(cifar_like)
         monkeypatch.setattr(images, "_HOLD", 10)
         decoded = data.load(cifar_like)
@@ -299,9 +292,7 @@ class TestWhatIsWrong:
 
     def test_columns(self, tmp_path: Path) -> None:
         write_parquet(tmp_path / "test.parquet", [picture(0)], [0], image="photo")
-        assert "columns photo, label: call the one with the images img or image" in self.refused(
-            f"parquet:{tmp_path}"
-        )
+        assert "columns photo, label: call the one with the images img or image" in self.refused(f"parquet:{tmp_path}")
         write_parquet(tmp_path / "test.parquet", [picture(0)], [0], label="kind")
         assert "label or labels or fine_label" in self.refused(f"parquet:{tmp_path}")
 
@@ -332,9 +323,7 @@ class TestWhatIsWrong:
 
     def test_a_table_cannot_name_files(self, tmp_path: Path) -> None:
         Image.fromarray(picture(0)).save(tmp_path / "secret.png")
-        features = datasets.Features(
-            {"img": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}}
-        )
+        features = datasets.Features({"img": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}})
         features["label"] = datasets.Value("int64")
         rows = {"img": [{"bytes": None, "path": str(tmp_path / "secret.png")}], "label": [0]}
         datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "test.parquet"))

@@ -1,0 +1,50 @@
+"""What others rely on: the public names, and the README's own example."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import rankwise as rw
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_all_is_complete() -> None:
+    """Every public class, function and constant in the namespace is in __all__, and the other way round."""
+    modules = {name for name, value in vars(rw).items() if inspect.ismodule(value)}
+    public = {name for name in vars(rw) if not name.startswith("_")} - modules | {"networks"}
+    assert public | {"__version__"} == set(rw.__all__)
+    assert len(rw.__all__) == len(set(rw.__all__))
+
+
+def test_the_contract_is_there() -> None:
+    contract = (
+        "compress find_layers build_table Table allocate Budget apply_plan apply_plan_ densify save load METHODS "
+        "RankwiseError Plan"
+    )
+    assert set(contract.split()) <= set(rw.__all__)
+    assert {"alds", "alds+", "alds-error", "alds-simple", "svd-error", "svd", "svd-energy", "auto"} <= set(rw.METHODS)
+
+
+@pytest.mark.parametrize("name", [n for n in rw.__all__ if inspect.isclass(getattr(rw, n)) or callable(getattr(rw, n))])
+def test_public_things_are_explained(name: str) -> None:
+    assert (inspect.getdoc(getattr(rw, name)) or "").strip()
+
+
+def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first Python block of the README, as it stands there."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, object] = {}
+    exec(compile(blocks[0], "README.md", "exec"), space)
+    small, plan = space["small"], space["plan"]
+    assert isinstance(small, torch.nn.Module)
+    assert isinstance(plan, rw.Plan)
+    assert sum(p.numel() for p in small.parameters()) == plan.after.params <= 0.4 * plan.before.params
+    assert (tmp_path / "out" / "plan.json").is_file()
