@@ -257,6 +257,13 @@ def test_minimax_leaves_no_room_in_which_a_layer_could_improve(units: int, data:
         assert min(fitting) == point.error
 
 
+def test_levels_that_nearly_tie_are_told_apart() -> None:
+    """With two budgets both layers must move at once, from .5 to a level a billionth below."""
+    a = menu([((1, 4), 0.5), ((4, 1), 0.5 - 1e-9)], (9, 9))
+    b = menu([((4, 1), 0.3), ((1, 4), 0.3)], (9, 9))
+    assert searches.minimax([a, b], [5, 5]).objective == 0.5 - 1e-9
+
+
 def test_room_that_one_layer_frees_is_offered_to_those_already_settled() -> None:
     """b goes from (12, 1) to the better (2, 3), and only then a fits whole; c cannot improve at all."""
     a = menu([((4, 4), 0.5)], (10, 5))

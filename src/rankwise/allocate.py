@@ -3,6 +3,7 @@
     minimax    the exact optimum of the paper's objective, the largest error of all layers
     alternate  Algorithm 1 of the paper: alternating steps from random starts, a local optimum
     sum        the least total error (knapsack.py)
+    penalty    the least total of error + λ · cost, with the λ that meets the budget (knapsack.py)
     constant   the same share of every layer
 
 Each takes menus and the room left for them (limits minus what is not up for decision) and gives a
@@ -33,6 +34,7 @@ class Solution:
     points: list[Point]
     objective: float
     bound: float | None = None
+    price: float | None = None  # λ, the error that one more unit of cost is worth
     trace: tuple[float, ...] = field(default=())
 
     @property

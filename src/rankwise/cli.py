@@ -94,8 +94,10 @@ def compress(
     weights: WeightsOpt = None,
     data: DataOpt = None,
     split: SplitOpt = "test",
-    error: Annotated[str | None, typer.Option("--error", help="bound, rss, max, exact or energy.")] = None,
-    search: Annotated[str | None, typer.Option("--search", help="alternate, minimax, sum or constant.")] = None,
+    error: Annotated[str | None, typer.Option("--error", help="bound, rss, max, exact, energy or residual.")] = None,
+    search: Annotated[
+        str | None, typer.Option("--search", help="alternate, minimax, sum, penalty or constant.")
+    ] = None,
     groups: Annotated[
         str | None, typer.Option("--groups", metavar="K", help="all, any, a number or a list such as 1,2,4.")
     ] = None,

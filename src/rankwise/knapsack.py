@@ -82,6 +82,44 @@ def least_sum(menus: list[Menu], room: Sequence[int]) -> Solution | None:
     return Solution(points, value, value if exact else min(value, tightest.bound))
 
 
+def penalty(menus: list[Menu], room: Sequence[int]) -> Solution | None:
+    """Each layer minimises error + λ · cost on its own; the smallest λ whose choices stay within the room.
+
+    Nothing is filled up afterwards. With two budgets the cost is a mixed one, with the weight that ends best.
+    """
+    fronts = [Front(menu) for menu in menus]
+    space = np.array(room, dtype=np.float64)
+    weights = [[1.0]] if len(room) == 1 else [[w, 1 - w] for w in WEIGHTS]
+    best: Solution | None = None
+    for weight in weights:
+        # In the budget's own unit where there is one, so that λ is the error that one param or mac is worth.
+        mix = np.array(weight) / (1.0 if len(room) == 1 else np.maximum(space, 1))
+        picks, price = _descend(fronts, mix, space)
+        value = _value(fronts, picks)
+        if (_spent(fronts, picks) <= space).all() and (best is None or value < best.objective):
+            points = [f.points[i] for f, i in zip(fronts, picks, strict=True)]
+            best = Solution(points, value, price=price)
+    return best
+
+
+def _descend(fronts: list[Front], mix: Array, space: Array) -> tuple[list[int], float]:
+    """Lower λ step by step from where every layer is smallest, until the next step leaves the room."""
+    picks, steps = _hull_steps(fronts, mix)
+    spent = _spent(fronts, picks)
+    for slope, layer, to, _ in steps:
+        spent = spent + fronts[layer].costs[to] - fronts[layer].costs[picks[layer]]
+        if (spent > space).any():
+            return picks, -slope
+        picks[layer] = to
+    return picks, 0.0
+
+
+def at_price(menus: list[Menu], price: float) -> list[Point]:
+    """What every layer becomes at a given λ (one unit): the least error + λ · cost, of equals the smallest error."""
+    fronts = [Front(menu) for menu in menus]
+    return [f.points[int(np.lexsort((f.error, f.error + price * f.costs[:, 0]))[0])] for f in fronts]
+
+
 def _value(fronts: list[Front], picks: list[int]) -> float:
     return float(sum(f.error[i] for f, i in zip(fronts, picks, strict=True)))
 
@@ -105,21 +143,29 @@ def _hull(cost: Array, error: Array) -> list[int]:
     return found
 
 
-def _relax(fronts: list[Front], mix: Array, space: Array) -> Relaxation | None:
-    """Hull steps of all layers, steepest first, while they fit; those of a layer come in order (convexity)."""
-    costs = [f.costs @ mix for f in fronts]
-    hulls = [_hull(c, f.error) for c, f in zip(costs, fronts, strict=True)]
-    left = float(space @ mix) - sum(float(c[h[0]]) for c, h in zip(costs, hulls, strict=True))
-    if left < -1e-9:
-        return None
-    steps = []
-    for layer, (cost, hull) in enumerate(zip(costs, hulls, strict=True)):
-        error = fronts[layer].error
+Step = tuple[float, int, int, float]  # slope, layer, point to go to, extra cost
+
+
+def _hull_steps(fronts: list[Front], mix: Array) -> tuple[list[int], list[Step]]:
+    """The first point of every hull, and all steps from there, steepest first; a layer's come in order (convexity)."""
+    steps, picks = [], []
+    for layer, front in enumerate(fronts):
+        cost = front.costs @ mix
+        hull = _hull(cost, front.error)
+        picks.append(hull[0])
         for a, b in pairwise(hull):
             extra = float(cost[b] - cost[a])
-            steps.append((float(error[b] - error[a]) / extra, layer, b, extra))
-    picks = [hull[0] for hull in hulls]
-    for slope, layer, to, extra in sorted(steps):
+            steps.append((float(front.error[b] - front.error[a]) / extra, layer, b, extra))
+    return picks, sorted(steps)
+
+
+def _relax(fronts: list[Front], mix: Array, space: Array) -> Relaxation | None:
+    """The linear relaxation: steps by falling steepness while they fit, the next one in part."""
+    picks, steps = _hull_steps(fronts, mix)
+    left = float(space @ mix) - sum(float(f.costs[i] @ mix) for f, i in zip(fronts, picks, strict=True))
+    if left < -1e-9:
+        return None
+    for slope, layer, to, extra in steps:
         if extra > left:
             return Relaxation(mix, max(0.0, _value(fronts, picks) + slope * left), -slope, picks)
         picks[layer] = to

@@ -9,6 +9,10 @@ With σ_{i,j+1} the first singular value that slice i drops, and W the matrix of
     exact   ‖W − Ŵ‖₂ / ‖W‖₂                the operator norm itself, from the weights, entry by entry
     energy  Σᵢ Σ_{m>j} σ²_{i,m} / ‖W‖²_F   exactly ‖W − Ŵ‖²_F / ‖W‖²_F
 
+One more is not relative; `l-rank` weighs it against the cost:
+
+    residual  Σᵢ Σ_{m>j} σ²_{i,m}           ‖W − Ŵ‖²_F
+
 A convolution with G groups is block diagonal: the first four take the worst group, `energy` adds up.
 """
 
@@ -35,9 +39,12 @@ def _max(spectra: Array, norm: float) -> Array:
 
 
 def _energy(spectra: Array, norm: float) -> Array:
-    squares = np.square(spectra).sum(axis=(0, 1))
-    tail = np.cumsum(squares[::-1])[::-1]
+    tail = _residual(spectra, norm)
     return _relative(tail, float(tail[0]))
+
+
+def _residual(spectra: Array, norm: float) -> Array:
+    return np.cumsum(np.square(spectra).sum(axis=(0, 1))[::-1])[::-1]
 
 
 def _relative(error: Array, norm: float) -> Array:
@@ -50,7 +57,9 @@ FROM_SPECTRA: dict[str, Callable[[Array, float], Array]] = {
     "rss": _rss,
     "max": _max,
     "energy": _energy,
+    "residual": _residual,
 }
+RECORDED = ("bound", "rss", "max", "energy")  # what every plan says of every choice
 MEASURES = (*FROM_SPECTRA, "exact")
 
 

@@ -48,6 +48,11 @@ METHODS: dict[str, Method] = _register(
     Method("svd-error", "alds-error with one slice", replace(_ONE, search="minimax")),
     Method("svd", "one slice, the same keep in every layer", replace(_ONE, search="constant")),
     Method(
+        "l-rank",
+        "one slice, least residual energy + λ · cost in every layer, λ by the budget",
+        replace(_ONE, error="residual", search="penalty"),
+    ),
+    Method(
         "svd-energy",
         "one slice, the same relative energy in every layer",
         replace(_ONE, error="energy", search="minimax"),

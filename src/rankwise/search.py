@@ -13,14 +13,14 @@ from rankwise.allocate import Solution
 from rankwise.budget import Budget
 from rankwise.cost import Cost, unit_cost
 from rankwise.errors import RankwiseError
-from rankwise.knapsack import least_sum
+from rankwise.knapsack import least_sum, penalty
 from rankwise.layer import Layer, Skipped
-from rankwise.measure import FROM_SPECTRA, check_measure
+from rankwise.measure import RECORDED, check_measure
 from rankwise.menu import Menu, Point, menus
 from rankwise.plan import Choice, Plan
 from rankwise.table import Table
 
-SEARCHES = ("alternate", "minimax", "sum", "constant")
+SEARCHES = ("alternate", "minimax", "sum", "penalty", "constant")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def run_search(offered: list[Menu], room: Sequence[int], settings: Settings) -> 
         return allocate.alternate(offered, room, settings.seed, settings.starts)
     if settings.search == "minimax":
         return allocate.minimax(offered, room)
-    return least_sum(offered, room) if settings.search == "sum" else allocate.constant(offered, room)
+    if settings.search == "sum":
+        return least_sum(offered, room)
+    return penalty(offered, room) if settings.search == "penalty" else allocate.constant(offered, room)
 
 
 def _plain(value: Any) -> Any:
@@ -90,6 +92,8 @@ def _findings(solution: Solution) -> dict[str, Any]:
     found: dict[str, Any] = {"objective": float(solution.objective)}
     if solution.gap is not None:
         found["gap"] = float(solution.gap)
+    if solution.price is not None:
+        found["price"] = float(solution.price)
     if solution.trace:
         found["trace"] = [float(e) for e in solution.trace]
     return found
@@ -117,7 +121,7 @@ def _entry(table: Table, menu: Menu, point: Point, measure: str) -> Choice | Ski
     if point.option is None:
         reason = "the budget leaves it whole" if menu.offers else "no pair of factors is smaller than the layer"
         return Skipped(layer.name, layer.kind, layer.params, reason)
-    error = {m: table.curve(layer, point.option, m)[point.rank] for m in (*FROM_SPECTRA, measure)}
+    error = {m: table.curve(layer, point.option, m)[point.rank] for m in (*RECORDED, measure)}
     return Choice(
         name=layer.name,
         kind=layer.kind,

@@ -205,6 +205,8 @@ def _read_table(header: dict[str, Any], tensors: dict[str, Array], where: str) -
     found: dict[tuple[str, Option], Array] = {}
     try:
         layers = {layer.name: layer for layer in coverage.layers}
+        if any(min(layer.params, layer.macs or 0) < 0 for layer in coverage.layers):
+            raise ValueError("a layer of negative size")
         for i, (name, fold, k) in enumerate(header["spectra"]):
             layer, option = layers[name], Option(fold, k)
             if fold not in all_folds(layer.dims) or type(k) is not int or k < 1:
@@ -216,7 +218,7 @@ def _read_table(header: dict[str, Any], tensors: dict[str, Array], where: str) -
         if not {(name, option.fold) for name, option in found} <= set(norms):
             raise ValueError("norms")
         return Table(coverage, found, norms, jsonio.field(header, "fingerprint", str, where))
-    except (KeyError, TypeError, ValueError, ArithmeticError) as err:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as err:
         if isinstance(err, RankwiseError):
             raise
         raise RankwiseError(f"{where} is damaged ({err}): build the table again") from None

@@ -1,0 +1,201 @@
+"""Probes: what flows through the layers of a network, as means and covariances over calibration data.
+
+Sums are kept in float64 and merged batch by batch around the running mean, so that many batches or a
+large offset cost no digits. Labels are never needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise.errors import RankwiseError
+from rankwise.forward import run_example, undisturbed
+from rankwise.layer import Layer
+
+
+@dataclass
+class Moments:
+    """Count, mean (G, d) and scatter Σ (x − μ)(x − μ)ᵀ (G, d, d) of what was seen, for each of G groups."""
+
+    count: int = 0
+    mean: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+    scatter: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0, dtype=torch.float64))
+
+    def add(self, samples: Tensor) -> None:
+        """Merge samples (G, n, d): the exact update for two sets with different means."""
+        groups, n, d = samples.shape
+        if not n:
+            return
+        samples = samples.to("cpu", torch.float64)
+        mean = samples.mean(dim=1)
+        centred = samples - mean[:, None]
+        scatter = centred.transpose(1, 2) @ centred
+        if not self.count:
+            self.mean, self.scatter = torch.zeros(groups, d, dtype=torch.float64), torch.zeros_like(scatter)
+        shift = mean - self.mean
+        total = self.count + n
+        self.scatter += scatter + shift[:, :, None] * shift[:, None, :] * (self.count * n / total)
+        self.mean = self.mean + shift * (n / total)
+        self.count = total
+
+    @property
+    def covariance(self) -> Tensor:
+        """(G, d, d), positive semi-definite: divided by the count, so that a single sample is fine too."""
+        return self.scatter / max(1, self.count)
+
+    @property
+    def second_moment(self) -> Tensor:
+        """E[x xᵀ], (G, d, d): what the error of a layer without a mean correction is measured with."""
+        return self.covariance + self.mean[:, :, None] * self.mean[:, None, :]
+
+
+def output_moments(
+    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
+) -> dict[str, Moments]:
+    """Moments of every layer's outputs before what follows, G = 1 and d = filters: one sample for each position."""
+    return _collect(model, data, list(layers), _outputs, lambda la: la.filters**2, max_gb)
+
+
+def input_moments(
+    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
+) -> dict[str, Moments]:
+    """Moments of the patches that every layer sees, (G, c/G · Πκ) in the order of the fold f│chw.
+
+    A transposed convolution sees single positions: d = c/G, since each input position meets all taps.
+    """
+    return _collect(model, data, list(layers), _inputs, lambda la: la.groups * _patch(la) ** 2, max_gb)
+
+
+def _patch(layer: Layer) -> int:
+    taps = 1 if layer.transposed else torch.Size(layer.kernel).numel()
+    return layer.group_channels * taps
+
+
+def _outputs(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
+    return _positions(output, layer.dims)[None]
+
+
+def _inputs(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
+    if layer.dims == 0 or layer.transposed:
+        samples = _positions(given, layer.dims)
+        return torch.unflatten(samples, 1, (layer.groups, -1)).transpose(0, 1)
+    batch = given if given.ndim == layer.dims + 2 else given[None]
+    for axis, (before, after) in enumerate(_margins(layer)):
+        batch = _pad(batch, layer.dims, axis, before, after, layer.padding_mode)
+    for axis in range(layer.dims):  # (n, c, *positions, *taps), one axis at a time
+        reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
+        batch = batch.unfold(2 + axis, reach, layer.stride[axis])[..., :: layer.dilation[axis]]
+    batch = torch.unflatten(batch, 1, (layer.groups, layer.group_channels))
+    # (n, G, c, *positions, *taps) → (G, n·positions, c·taps)
+    spots = [3 + a for a in range(layer.dims)]
+    taps = [3 + layer.dims + a for a in range(layer.dims)]
+    return batch.permute(1, 0, *spots, 2, *taps).reshape(layer.groups, -1, _patch(layer))
+
+
+def _margins(layer: Layer) -> list[tuple[int, int]]:
+    """Padding before and after, for each axis; 'same' puts the odd one behind, as torch does."""
+    if layer.padding == "valid":
+        return [(0, 0)] * layer.dims
+    if layer.padding == "same":
+        wide = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel, strict=True)]
+        return [(w // 2, w - w // 2) for w in wide]
+    return [(int(p), int(p)) for p in layer.padding]
+
+
+def _pad(batch: Tensor, dims: int, axis: int, before: int, after: int, mode: str) -> Tensor:
+    if not before and not after:
+        return batch
+    # One axis at a time, brought to the end: what every padding mode of torch can do.
+    moved = batch.movedim(2 + axis, -1)
+    flat = moved.reshape(1, -1, moved.shape[-1])
+    padded = F.pad(flat, (before, after), mode="constant" if mode == "zeros" else mode)
+    return padded.reshape(*moved.shape[:-1], -1).movedim(-1, 2 + axis)
+
+
+def _positions(activation: Tensor, dims: int) -> Tensor:
+    """(…, channels, *positions) or (…, features) → (samples, channels)."""
+    last = activation.movedim(activation.ndim - dims - 1, -1)
+    return last.reshape(-1, last.shape[-1])
+
+
+def _collect(
+    model: nn.Module, data: Iterable[Any], layers: list[Layer], samples: Any, size: Any, max_gb: float
+) -> dict[str, Moments]:
+    """Run the data once for each pass; a pass takes as many layers as their covariances fit into memory."""
+    passes = _passes(layers, size, max_gb)
+    if len(passes) > 1 and iter(data) is data:
+        raise RankwiseError(
+            f"the covariances need {len(passes)} passes over the calibration data, and a generator can be read once: "
+            f"give a list, or raise max_gb={max_gb:g}"
+        )
+    found: dict[str, Moments] = {}
+    for group in passes:
+        found.update(_one_pass(model, data, group, samples))
+    return found
+
+
+def _passes(layers: list[Layer], size: Any, max_gb: float) -> list[list[Layer]]:
+    room = max_gb * 2**30 / 8
+    passes: list[list[Layer]] = []
+    used = 0.0
+    for layer in layers:
+        need = 2 * size(layer)  # the sum so far, and that of a batch
+        if need > room:
+            raise RankwiseError(
+                f"the covariance of layer {layer.name!r} alone needs {need * 8 / 2**30:.2f} GB, and max_gb={max_gb:g}: "
+                f"raise max_gb, or exclude the layer"
+            )
+        if not passes or used + need > room:
+            passes.append([])
+            used = 0.0
+        passes[-1].append(layer)
+        used += need
+    return passes
+
+
+def _one_pass(model: nn.Module, data: Iterable[Any], layers: list[Layer], samples: Any) -> dict[str, Moments]:
+    moments = {layer.name: Moments() for layer in layers}
+    batch_number = 0
+
+    def watch(layer: Layer) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            given = args[0] if args else next(iter(kwargs.values()))
+            seen = samples(layer, given.detach(), output.detach())
+            if not bool(torch.isfinite(seen).all()):
+                raise RankwiseError(
+                    f"calibration batch {batch_number} gives NaN or infinite values at layer {layer.name!r}: "
+                    f"check the data and its normalisation"
+                )
+            moments[layer.name].add(seen)
+
+        return model.get_submodule(layer.name).register_forward_hook(hook, with_kwargs=True)
+
+    handles: list[Any] = []
+    try:
+        with undisturbed(model):
+            handles = [watch(layer) for layer in layers]
+            for batch_number, batch in enumerate(batches(data), start=1):  # noqa: B007
+                run_example(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not batch_number:
+        raise RankwiseError("the calibration data is empty: give at least one batch of inputs")
+    return moments
+
+
+def batches(data: Any) -> Iterator[Any]:
+    """Inputs one by one: a tensor is one batch, a split of `rankwise.data` gives its images without labels."""
+    if isinstance(data, Tensor):
+        yield data
+    elif hasattr(data, "batches"):
+        for inputs, _ in data.batches(128):
+            yield inputs
+    else:
+        yield from data
