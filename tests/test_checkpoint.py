@@ -233,6 +233,21 @@ def test_another_network_says_what_differs(folder: Path) -> None:
     assert "(9,)" in sentence(lambda: rw.load(folder, wider))
 
 
+def test_tensors_that_differ_are_not_loaded_into_one(tmp_path: Path) -> None:
+    """The last one would win, and the network would silently be another."""
+    apart = network()
+    apart.two.weight = nn.Parameter(apart.two.weight.detach() + 1)
+    small, plan = compressed(apart, exclude=["one", "two"])
+    rw.save(small, plan, tmp_path)
+    message = sentence(lambda: rw.load(tmp_path, network()))
+    assert "'one.weight'" in message
+    assert "'two.weight'" in message
+    with torch.no_grad():
+        small.two.weight.copy_(small.one.weight)
+    rw.save(small, plan, tmp_path)
+    assert same_state(rw.load(tmp_path, network()), small)
+
+
 @pytest.mark.parametrize("wrong", [None, "resnet18", {}])
 def test_what_is_no_network_is_refused(folder: Path, wrong: Any) -> None:
     assert "Module" in sentence(lambda: rw.load(folder, wrong))

@@ -92,13 +92,18 @@ def _unshared(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
             raise RankwiseError(
                 f"the model keeps {type(value).__name__} under {name!r} in its state dict; only tensors can be saved"
             )
-        place = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype) if value.numel() else (name,)
+        place = _place(name, value)
         if place in first:
             same[name] = first[place]
         else:
             first[place] = name
             tensors[name] = value.detach().cpu().contiguous().clone()
     return tensors, same
+
+
+def _place(name: str, value: Tensor) -> tuple[Any, ...]:
+    """Equal for two names of one tensor."""
+    return (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype) if value.numel() else (name,)
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -132,5 +137,12 @@ def _load_state_(model: nn.Module, tensors: dict[str, Tensor], header: dict[str,
                 raise RankwiseError(
                     f"{path} does not fit the model: {name!r} has {what} {theirs} in the file and {ours} in the model"
                 )
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in here.items():
+        other = first.setdefault(_place(name, value), name)
+        if state[other] is not state[name] and not torch.equal(state[other], state[name]):
+            raise RankwiseError(
+                f"{path} does not fit the model: {other!r} and {name!r} differ in the file and are one tensor in the model"
+            )
     with torch.no_grad():
         model.load_state_dict(state)
