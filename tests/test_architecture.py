@@ -11,7 +11,7 @@ import rankwise
 
 SOURCE = Path(rankwise.__file__).parent
 FLOORS = [
-    "errors version jsonio fold layer cost decompose measure",
+    "errors version jsonio fold layer cost decompose measure pca",
     "table plan budget menu allocate knapsack search",
     "modules forward coverage surgery checkpoint",
     "probe methods",

@@ -486,7 +486,7 @@ def interrupt(patch: pytest.MonkeyPatch, name: str, nth: int, error: type[BaseEx
 def test_an_interrupted_save_leaves_a_folder_that_can_be_trusted(
     folder: Path, other: bool, name: str, nth: int, error: type[BaseException]
 ) -> None:
-    """The old network, or the new one; where two files would have to change at once, at least one sentence."""
+    """The old network until both files are renamed; between the two renames, at least one sentence."""
     old = rw.load(folder, network())
     new, plan = compressed(network(seed=5), keep=0.45) if other else (copy.deepcopy(old), read_plan(folder))
     with torch.no_grad():
@@ -495,10 +495,11 @@ def test_an_interrupted_save_leaves_a_folder_that_can_be_trusted(
         interrupt(patch, name, nth, error)
         with pytest.raises(rw.RankwiseError if error is OSError else KeyboardInterrupt):
             rw.save(new, plan, folder)
-    if nth == 2 and other:
+    between = name == "replace" and nth == 2
+    if between and other:
         assert "do not belong together" in sentence(lambda: rw.load(folder, network()))
     else:
-        assert same_state(rw.load(folder, network()), new if nth == 2 else old)
+        assert same_state(rw.load(folder, network()), new if between else old)
     if error is OSError:
         assert sorted(p.name for p in folder.iterdir()) == [WEIGHTS, PLAN]
     rw.save(new, plan, folder)  # and what was left behind is in nobody's way

@@ -180,7 +180,7 @@ def _random_start(
 ) -> list[Offer | None]:
     """RandomInit. Where even rank 1 everywhere is too large, the largest layers start from `feasible`."""
     offers: list[Offer | None] = [m.offers[int(rng.integers(len(m.offers)))] if m.offers else None for m in menus]
-    least = [o.unit if o else m.dense.cost for o, m in zip(offers, menus, strict=True)]
+    least = [o.cost(1) if o else m.dense.cost for o, m in zip(offers, menus, strict=True)]
     excess = [max(a - b for a, b in zip(cost, p.cost, strict=True)) for cost, p in zip(least, feasible, strict=True)]
     for i in sorted(range(len(menus)), key=lambda i: -excess[i]):
         if all(sum(cost[u] for cost in least) <= r for u, r in enumerate(room)):

@@ -32,9 +32,10 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
     pairs = {name: mark for name, module in model.named_modules() if (mark := mark_of(module)) is not None}
     for choice in plan.choices:
         mark = mark_of(modules[choice.name]) if choice.name in modules else None
-        if mark is None or (mark["fold"], mark["slices"], mark["rank"]) != (
+        if mark is None or (mark["fold"], mark["slices"], mark["scheme"], mark["rank"]) != (
             choice.fold,
             choice.groups,
+            choice.scheme,
             choice.rank,
         ):
             raise RankwiseError(
@@ -53,8 +54,8 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as err:
         raise RankwiseError(f"the folder {folder} could not be made ({err.strerror or err})") from None
-    jsonio.write_whole(folder / WEIGHTS, to_safetensors(tensors, metadata=metadata))
-    plan.save(folder / PLAN)
+    weights = to_safetensors(tensors, metadata=metadata)
+    jsonio.write_together({folder / WEIGHTS: weights, folder / PLAN: plan.dumps().encode()})
 
 
 def load(folder: str | Path, model: nn.Module) -> nn.Module:
@@ -142,7 +143,7 @@ def _load_state_(model: nn.Module, tensors: dict[str, Tensor], header: dict[str,
         other = first.setdefault(_place(name, value), name)
         if state[other] is not state[name] and not torch.equal(state[other], state[name]):
             raise RankwiseError(
-                f"{path} does not fit the model: {other!r} and {name!r} differ in the file and are one tensor in the model"
+                f"{path} does not fit the model: {other!r} and {name!r} are one tensor there and differ in the file"
             )
     with torch.no_grad():
         model.load_state_dict(state)

@@ -17,11 +17,10 @@ from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
 from rankwise.forward import run_example, undisturbed
 from rankwise.layer import Coverage
-from rankwise.methods import METHODS, settings_for
+from rankwise.methods import METHODS, settings_for, table_for
 from rankwise.plan import Plan
 from rankwise.search import find_plan
 from rankwise.surgery import apply_plan
-from rankwise.table import build, module_weights
 
 app = typer.Typer(
     name="rankwise",
@@ -94,6 +93,9 @@ def compress(
     weights: WeightsOpt = None,
     data: DataOpt = None,
     split: SplitOpt = "test",
+    calibrate: Annotated[
+        int, typer.Option("--calibrate", metavar="N", help="Training images for methods that look at activations.")
+    ] = 256,
     error: Annotated[str | None, typer.Option("--error", help="bound, rss, max, exact, energy or residual.")] = None,
     search: Annotated[
         str | None, typer.Option("--search", help="alternate, minimax, sum, penalty or constant.")
@@ -120,16 +122,26 @@ def compress(
     changes = {"error": error, "search": search, "seed": seed, "groups": _groups(groups), "folds": _folds(folds)}
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
+    moments = None
     if plan is None:
-        found = make_plan(network, example, model, method, read_budget(keep, budget), exclude or (), strict, changes)
+        coverage = find_layers(network, example, exclude or ())
+        check_coverage(coverage, strict)
+        settings = settings_for(method, **changes)
+        images = None
+        if data is not None and set(settings.schemes) - {"svd"}:
+            images = load_data(data, "train", size=_side(example)).thin(calibrate)
+        with show.progress("layers") as report:
+            table = table_for(network, coverage, settings, images, report)
+        found = find_plan(table, read_budget(keep, budget), settings, method, model)
+        moments = table.moments
     else:
         _only_with_a_search(keep, budget, changes)
         found = Plan.load(plan)
-    small = apply_plan(network, found)
+    small = apply_plan(network, found, moments)
     scores = None
     if data is not None:
-        images = load_data(data, split, size=None if example is None else _side(example))
-        scores = {"before": score(network, images).to_json(), "after": score(small, images).to_json()}
+        test = load_data(data, split, size=_side(example))
+        scores = {"before": score(network, test).to_json(), "after": score(small, test).to_json()}
     verified = None
     if out is not None and not dry_run:
         checkpoint.save(small, found, out)
@@ -226,25 +238,6 @@ def read_budget(keep: float | None, parts: list[str] | None) -> Budget:
     return Budget(**values)
 
 
-def make_plan(
-    network: nn.Module,
-    example: Tensor | None,
-    model: str,
-    method: str,
-    budget: Budget,
-    exclude: Any,
-    strict: bool,
-    changes: dict[str, Any],
-) -> Plan:
-    settings = settings_for(method, **changes)
-    coverage = find_layers(network, example, exclude)
-    check_coverage(coverage, strict)
-    with show.progress("spectra") as report:
-        weights = module_weights(network, coverage)
-        table = build(coverage, weights, settings.folds, settings.groups, report)
-    return find_plan(table, budget, settings, method, model)
-
-
 def check_coverage(coverage: Coverage, strict: bool) -> None:
     compressed = [s.name for s in coverage.skipped if s.reason == COMPRESSED]
     if compressed:
@@ -284,8 +277,10 @@ def _tensors(output: Any) -> list[Tensor]:
     return [t for item in items for t in _tensors(item)]
 
 
-def _side(example: Tensor) -> int | None:
+def _side(example: Tensor | None) -> int | None:
     """The side of square images; None lets the data decide."""
+    if example is None:
+        return None
     shape = example.shape
     return int(shape[-1]) if example.dim() == 4 and shape[-1] == shape[-2] else None
 

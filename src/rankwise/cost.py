@@ -12,16 +12,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rankwise.errors import RankwiseError
-from rankwise.fold import folds_for, kernel_sides
+from rankwise.fold import fold_for, folds_for, kernel_sides
 from rankwise.layer import Call, Layer
 
 
 @dataclass(frozen=True)
 class Option:
-    """A fold and the number of slices of consecutive input channels."""
+    """A fold, the number of slices of consecutive input channels, and how the factors are found.
+
+    `scheme` is "svd" (from the weight alone) or "pca" (from the layer's outputs over calibration data).
+    """
 
     fold: str
     groups: int
+    scheme: str = "svd"
+
+
+SCHEMES = ("svd", "pca")
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ def groups_for(groups: str | int | Iterable[int], layer: Layer) -> list[int]:
 
 def full_rank(layer: Layer, option: Option) -> int:
     """The rank at which the pair is the same function as the layer."""
+    if option.scheme == "pca":
+        return layer.group_filters
     left, right = kernel_sides(option.fold)
     rows = layer.group_filters * math.prod(layer.kernel[a] for a in left)
     width = slice_width(layer.group_channels, option.groups)
@@ -102,8 +111,17 @@ def unit_cost(layer: Layer, option: Option) -> Cost:
     return Cost(encoder + decoder, macs)
 
 
+def fixed_cost(layer: Layer, option: Option) -> Cost:
+    """What a pair costs beside its rank: principal components need a bias for the mean, also where there was none."""
+    bias = layer.filters if option.scheme == "pca" and not layer.bias else 0
+    return Cost(bias, None if layer.calls is None else 0)
+
+
 def options_for(
-    layer: Layer, folds: str | int | Iterable[str | int], groups: str | int | Iterable[int]
+    layer: Layer,
+    folds: str | int | Iterable[str | int],
+    groups: str | int | Iterable[int],
+    schemes: Iterable[str] = ("svd",),
 ) -> list[Option]:
     """The options to consider for a layer.
 
@@ -115,7 +133,8 @@ def options_for(
         key = tuple(a for a in kernel_sides(fold)[0] if layer.kernel[a] > 1)
         if key not in best or _fewer_macs(layer, fold, best[key]):
             best[key] = fold
-    return [Option(fold, k) for fold in best.values() for k in groups_for(groups, layer)]
+    found = [Option(fold, k) for fold in best.values() for k in groups_for(groups, layer)] if "svd" in schemes else []
+    return [*found, Option(fold_for(0, layer.dims), 1, "pca")] if "pca" in schemes else found
 
 
 def _fewer_macs(layer: Layer, fold: str, other: str) -> bool:

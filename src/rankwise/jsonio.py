@@ -42,16 +42,25 @@ def read(path: Path) -> bytes:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file whole or not at all: a reader sees the old content or the new, never a part."""
-    part = path.parent / f"{path.name}.part"
+    write_together({path: data})
+
+
+def write_together(files: dict[Path, bytes]) -> None:
+    """Write several files beside their names first and rename them last: what fails on the way changes nothing."""
+    parts = {path: path.parent / f"{path.name}.part" for path in files}
+    path = next(iter(files))
     try:
-        with open(part, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(part, path)
+        for path, data in files.items():
+            with open(parts[path], "wb") as out:
+                out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+        for path, part in parts.items():
+            os.replace(part, path)
     except (OSError, ValueError) as err:
-        with suppress(OSError, ValueError):  # where nothing can be written, nothing can be removed either
-            part.unlink()
+        for part in parts.values():
+            with suppress(OSError, ValueError):  # where nothing can be written, nothing can be removed either
+                part.unlink()
         raise RankwiseError(f"{path} could not be written ({_why(err)}): check the folder and the space left") from None
 
 

@@ -114,6 +114,34 @@ def _descend(fronts: list[Front], mix: Array, space: Array) -> tuple[list[int], 
     return picks, 0.0
 
 
+def product(menus: list[Menu], room: Sequence[int]) -> Solution | None:
+    """The greedy of Zhang et al. (2015), eq. 14: keep the product of the layers' energies large.
+
+    With E = 1 − error, from every layer as it is: the step down with the smallest ΔE / (E · Δcost) is taken,
+    again and again, until the budget is met. The cost is in the budget's own unit; with two, in shares of both.
+    """
+    fronts = [Front(menu) for menu in menus]
+    space = np.array(room, dtype=np.float64)
+    share = [f.costs @ (1 / np.maximum(space, 1)) for f in fronts]
+    order = [np.argsort(-s, kind="stable") for s in share]  # from the layer itself to the smallest choice
+    place = [0] * len(fronts)
+    picks = [int(o[0]) for o in order]
+    while (_spent(fronts, picks) > space).any():
+        best: tuple[float, int] | None = None
+        for i, (front, steps) in enumerate(zip(fronts, order, strict=True)):
+            if place[i] + 1 < len(steps):
+                here, there = steps[place[i]], steps[place[i] + 1]
+                kept = max(1 - front.error[here], 1e-300)
+                loss = (front.error[there] - front.error[here]) / kept / max(share[i][here] - share[i][there], 1e-300)
+                best = min(best or (np.inf, i), (float(loss), i))
+        if best is None:
+            return None
+        place[best[1]] += 1
+        picks[best[1]] = int(order[best[1]][place[best[1]]])
+    points = [f.points[i] for f, i in zip(fronts, picks, strict=True)]
+    return Solution(points, float(-np.sum(np.log1p(-np.minimum([p.error for p in points], 1 - 1e-16)))))
+
+
 def at_price(menus: list[Menu], price: float) -> list[Point]:
     """What every layer becomes at a given λ (one unit): the least error + λ · cost, of equals the smallest error."""
     fronts = [Front(menu) for menu in menus]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankwise.cost import Option, groups_for, unit_cost
+from rankwise.cost import Option, fixed_cost, groups_for, unit_cost
 from rankwise.decompose import Array
 from rankwise.errors import RankwiseError
 from rankwise.fold import folds_for, kernel_sides
@@ -35,19 +35,24 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Offer:
-    """An option of a layer: its cost for one rank, its error by rank, and the largest rank worth having."""
+    """An option of a layer: its cost for one rank, its error by rank, the largest rank worth having, and what it
+    costs beside its rank."""
 
     option: Option
     unit: tuple[int, ...]
     curve: Curve
     most: int
+    fixed: tuple[int, ...] = ()  # nothing
+
+    def cost(self, rank: int) -> tuple[int, ...]:
+        return tuple(f + u * rank for f, u in zip(self.fixed or (0,) * len(self.unit), self.unit, strict=True))
 
     def point(self, rank: int) -> Point:
-        return Point(tuple(u * rank for u in self.unit), self.curve[rank], self.option, rank)
+        return Point(self.cost(rank), self.curve[rank], self.option, rank)
 
     def rank_within(self, room: Sequence[float]) -> int:
         """The largest rank whose cost stays within `room`; 0 if there is none."""
-        ranks = [int(r // u) for r, u in zip(room, self.unit, strict=True) if u]
+        ranks = [int((r - f) // u) for r, f, u in zip(room, self.cost(0), self.unit, strict=True) if u]
         return max(0, min([self.most, *ranks]))
 
 
@@ -63,7 +68,9 @@ class Menu:
     def front(self) -> tuple[Ints, Array, Ints, Ints]:
         """Every point worth having in one unit: costs rising, errors falling, offer (−1: dense), rank."""
         ranks = [np.arange(1, o.most + 1) for o in self.offers]
-        cost = np.concatenate([*(r * o.unit[0] for r, o in zip(ranks, self.offers, strict=True)), self.dense.cost])
+        cost = np.concatenate(
+            [*(o.cost(0)[0] + r * o.unit[0] for r, o in zip(ranks, self.offers, strict=True)), self.dense.cost]
+        )
         error = np.concatenate([*(o.curve.values()[1 : o.most + 1] for o in self.offers), [0.0]])
         which = np.concatenate([*(np.full(len(r), i) for i, r in enumerate(ranks)), [-1]])
         rank = np.concatenate([*ranks, [0]])
@@ -91,8 +98,8 @@ class Menu:
         found = [self.dense]
         # Cheapest lower bounds first: an offer that cannot beat what is there needs no evaluation at all.
         floor = [(max(1, int((-o.curve.lower).searchsorted(-level))), o) for o in self.offers]
-        for least, offer in sorted(floor, key=lambda f: f[0] * f[1].unit[0]):
-            hopeless = any(all(c <= u * least for c, u in zip(p.cost, offer.unit, strict=True)) for p in found)
+        for least, offer in sorted(floor, key=lambda f: f[1].cost(f[0])[0]):
+            hopeless = any(p.fits(offer.cost(least)) for p in found)
             if least <= offer.most and not hopeless:
                 rank = max(1, offer.curve.first(level))
                 if rank <= offer.most:
@@ -114,32 +121,55 @@ def pareto(points: list[Point]) -> list[Point]:
 
 
 def menus(
-    table: Table, units: tuple[str, ...], measure: str, folds: object = "all", groups: object = "all"
+    table: Table,
+    units: tuple[str, ...],
+    measure: str,
+    folds: object = "all",
+    groups: object = "all",
+    schemes: tuple[str, ...] = ("svd",),
 ) -> list[Menu]:
-    """A menu for every layer of the table, with the options that `folds` and `groups` allow."""
-    key = ("menus", units, measure, repr(folds), repr(groups))
+    """A menu for every layer of the table, with the options that `folds`, `groups` and `schemes` allow."""
+    key = ("menus", units, measure, repr(folds), repr(groups), schemes)
     if key not in table.cache:
-        table.cache[key] = [_menu(table, layer, units, measure, folds, groups) for layer in table.coverage.layers]
+        table.cache[key] = [
+            _menu(table, layer, units, measure, _wanted(table, layer, folds, groups, schemes))
+            for layer in table.coverage.layers
+        ]
     return table.cache[key]  # type: ignore[no-any-return]
 
 
-def _menu(table: Table, layer: Layer, units: tuple[str, ...], measure: str, folds: object, groups: object) -> Menu:
+def _menu(table: Table, layer: Layer, units: tuple[str, ...], measure: str, options: list[Option]) -> Menu:
     dense = tuple(int(getattr(layer, unit)) for unit in units)
     offers = []
-    for option in _wanted(table, layer, folds, groups):
-        unit = tuple(int(getattr(unit_cost(layer, option), u)) for u in units)
+    for option in options:
+        each, beside = unit_cost(layer, option), fixed_cost(layer, option)
+        unit = tuple(int(getattr(each, u)) for u in units)
+        fixed = tuple(int(getattr(beside, u)) for u in units)
         curve = table.curve(layer, option, measure)
         # A unit in which the layer costs nothing (it is not called) cannot get smaller and does not count.
-        limits = [(d - 1) // u for d, u in zip(dense, unit, strict=True) if d]
+        limits = [(d - f - 1) // u for d, f, u in zip(dense, fixed, unit, strict=True) if d]
         most = min([len(curve) - 1, *limits]) if limits else 0
         if most >= 1:
-            offers.append(Offer(option, unit, curve, most))
+            offers.append(Offer(option, unit, curve, most, fixed))
     return Menu(layer, tuple(offers), Point(dense, 0.0, None, 0))
 
 
-def _wanted(table: Table, layer: Layer, folds: object, groups: object) -> list[Option]:
+def _wanted(table: Table, layer: Layer, folds: object, groups: object, schemes: tuple[str, ...]) -> list[Option]:
     """The table's options for a layer, narrowed to those a method asks for."""
-    there = table.options(layer)
+    everything = table.options(layer)
+    other = [o for o in everything if o.scheme != "svd" and o.scheme in schemes]
+    missing = set(schemes) - {o.scheme for o in everything}
+    if missing and everything:
+        raise RankwiseError(
+            f"the table has no {missing.pop()!r} for layer {layer.name!r}: build it with calibration data (data=)"
+        )
+    slices = [o for o in everything if o.scheme == "svd"]
+    return [*_narrowed(slices, layer, folds, groups), *other] if "svd" in schemes else other
+
+
+def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object) -> list[Option]:
+    """Those options that have one of the folds and one of the numbers of slices."""
+    everything = there
     if groups != "all":
         ks = groups_for(groups, layer)  # type: ignore[arg-type]
         missing = sorted(set(ks) - {o.groups for o in there})
@@ -155,7 +185,7 @@ def _wanted(table: Table, layer: Layer, folds: object, groups: object) -> list[O
             return tuple(a for a in kernel_sides(fold)[0] if layer.kernel[a] > 1)
 
         asked = {matrix(f): f for f in folds_for(folds, layer.dims)}  # type: ignore[arg-type]
-        missing_folds = set(asked) - {matrix(o.fold) for o in table.options(layer)}
+        missing_folds = set(asked) - {matrix(o.fold) for o in everything}
         if missing_folds:
             fold = asked[missing_folds.pop()]
             raise RankwiseError(

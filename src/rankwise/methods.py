@@ -11,10 +11,13 @@ from typing import Any
 
 from torch import nn
 
+from rankwise import pca
 from rankwise.budget import Budget
 from rankwise.coverage import COMPRESSED, find_layers
 from rankwise.errors import RankwiseError
+from rankwise.layer import Coverage
 from rankwise.plan import Plan
+from rankwise.probe import output_moments
 from rankwise.search import Settings, find_plan
 from rankwise.surgery import apply_plan
 from rankwise.table import Progress, Table, build, module_weights
@@ -57,6 +60,11 @@ METHODS: dict[str, Method] = _register(
         "one slice, the same relative energy in every layer",
         replace(_ONE, error="energy", search="minimax"),
     ),
+    Method(
+        "pca",
+        "principal components of the outputs over calibration data, largest product of energies",
+        replace(_ONE, error="output", search="product", schemes=("pca",)),
+    ),
     Method("auto", "the best we know without data: least total energy, all folds and slices", Settings()),
 )
 
@@ -83,10 +91,37 @@ def build_table(
     groups: str | int | Iterable[int] = "all",
     exclude: Iterable[str] | str = (),
     progress: Progress | None = None,
+    data: Any = None,
 ) -> Table:
-    """The spectra of every layer of a model; `example` is needed for budgets in macs."""
+    """The spectra of every layer of a model; `example` is needed for budgets in macs.
+
+    With calibration `data` (any iterable of inputs) the scheme `pca` is offered too.
+    """
     coverage = find_layers(model, example, exclude)
-    return build(coverage, module_weights(model, coverage), folds, groups, progress)
+    settings = Settings(folds=folds, groups=groups, schemes=("svd",) if data is None else ("svd", "pca"))
+    return table_for(model, coverage, settings, data, progress)
+
+
+def table_for(
+    model: nn.Module, coverage: Coverage, settings: Settings, data: Any = None, progress: Progress | None = None
+) -> Table:
+    """What the settings need: spectra of the weights, and components of the outputs over the data."""
+    needs_data = [scheme for scheme in settings.schemes if scheme != "svd"]
+    if needs_data and data is None:
+        raise RankwiseError(
+            f"{needs_data[0]!r} looks at what flows through the layers, and no calibration data was given: "
+            f"pass data= (on the command line: --data)"
+        )
+    weights = module_weights(model, coverage)
+    table = build(coverage, weights, settings.folds, settings.groups, progress, settings.schemes)
+    if "pca" in settings.schemes:
+        table.moments = output_moments(model, data, coverage.layers)
+        for layer in coverage.layers:
+            seen = table.moments[layer.name]
+            if seen.count:  # a layer that the data does not reach has no components: it stays as it is
+                curves = pca.curves(weights[layer.name], layer, seen.covariance[0])
+                table.given[layer.name, pca.option(layer)] = curves
+    return table
 
 
 def allocate(table: Table, budget: Budget, method: str = "auto", model: str = "", **changes: Any) -> Plan:
@@ -102,12 +137,14 @@ def compress(
     macs: float | None = None,
     exclude: Iterable[str] | str = (),
     progress: Progress | None = None,
+    data: Any = None,
     **changes: Any,
 ) -> tuple[nn.Module, Plan]:
     """The whole job: a smaller copy of the model, and the plan it follows.
 
     `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input.
+    multiply-adds, which needs an example input. `data`, any iterable of inputs without labels, is for
+    methods that look at activations.
     """
     settings = settings_for(method, **changes)
     budget = Budget(params=keep, macs=macs)
@@ -116,6 +153,6 @@ def compress(
         raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
     if not coverage.layers:
         raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
-    table = build(coverage, module_weights(model, coverage), settings.folds, settings.groups, progress)
+    table = table_for(model, coverage, settings, data, progress)
     plan = find_plan(table, budget, settings, method, type(model).__name__)
-    return apply_plan(model, plan), plan
+    return apply_plan(model, plan, table.moments), plan

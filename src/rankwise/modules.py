@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from rankwise import pca
 from rankwise.cost import Option, slice_width
 from rankwise.decompose import compose, factors, pair_weights
 from rankwise.errors import need
@@ -142,6 +143,7 @@ def build_pair(layer: Layer, option: Option, rank: int, like: nn.Module) -> nn.S
     width = slice_width(layer.group_channels, option.groups)
     slices = layer.groups * option.groups
     wide, middle = slices * width, slices * rank
+    bias = layer.bias or option.scheme == "pca"  # principal components need one for the mean
     old: Any = like
     where = {"device": old.weight.device, "dtype": old.weight.dtype}
     parts: OrderedDict[str, nn.Module] = OrderedDict()
@@ -153,18 +155,18 @@ def build_pair(layer: Layer, option: Option, rank: int, like: nn.Module) -> nn.S
             parts["encoder"] = _new(GroupedLinear, slices, wide, middle, **where)
         else:
             parts["encoder"] = _new(nn.Linear, wide, middle, bias=False, **where)
-        parts["decoder"] = _new(nn.Linear, middle, layer.filters, bias=layer.bias, **where)
+        parts["decoder"] = _new(nn.Linear, middle, layer.filters, bias=bias, **where)
     else:
         parts["encoder"] = _part(layer, right, (wide, middle), slices, bias=False, **where)
-        parts["decoder"] = _part(layer, left, (middle, layer.filters), layer.groups, bias=layer.bias, **where)
+        parts["decoder"] = _part(layer, left, (middle, layer.filters), layer.groups, bias=bias, **where)
     pair = nn.Sequential(parts)
     pair.train(like.training)
     _part_weight(pair, "encoder").requires_grad_(old.weight.requires_grad)
     _part_weight(pair, "decoder").requires_grad_(old.weight.requires_grad)
-    if layer.bias:
-        _bias(pair.decoder).requires_grad_(old.bias.requires_grad)
+    if bias:
+        _bias(pair.decoder).requires_grad_((old.bias if layer.bias else old.weight).requires_grad)
     plain = {k: v for k, v in asdict(layer).items() if k not in ("name", "calls", "aliases")}
-    setattr(pair, MARK, {**plain, "fold": option.fold, "slices": option.groups, "rank": rank})
+    setattr(pair, MARK, {**plain, "fold": option.fold, "slices": option.groups, "scheme": option.scheme, "rank": rank})
     return pair
 
 
@@ -190,9 +192,19 @@ def _sublayers(layer: Layer, option: Option, rank: int, pair: nn.Sequential) -> 
     return first, second
 
 
-def fill_pair_(pair: nn.Sequential, layer: Layer, option: Option, rank: int, old: Any) -> None:
-    """Write the factors of the old module's weight, and its bias, into the pair."""
-    left, right = factors(old.weight, layer, option, rank)
+def fill_pair_(
+    pair: nn.Sequential, layer: Layer, option: Option, rank: int, old: Any, moments: Any | None = None
+) -> None:
+    """Write the factors of the old module's weight, and its bias, into the pair.
+
+    `moments` has the mean (1, f) and covariance (1, f, f) of the layer's outputs, for the scheme `pca`.
+    """
+    bias = old.bias
+    if option.scheme == "pca":
+        assert moments is not None, "surgery has refused a pca choice without moments"
+        left, right, bias = pca.factors(old.weight, bias, layer, moments.mean[0], moments.covariance[0], rank)
+    else:
+        left, right = factors(old.weight, layer, option, rank)
     encoder, decoder = pair_weights(left, right, layer, option)
     first, second = _sublayers(layer, option, rank, pair)
     with torch.no_grad():
@@ -201,15 +213,15 @@ def fill_pair_(pair: nn.Sequential, layer: Layer, option: Option, rank: int, old
         else:
             _part_weight(pair, "encoder").copy_(stored(encoder, first))
         _part_weight(pair, "decoder").copy_(stored(decoder, second))
-        if layer.bias:
-            _bias(pair.decoder).copy_(old.bias)
+        if bias is not None:
+            _bias(pair.decoder).copy_(bias)
 
 
 def merge_pair(pair: nn.Sequential) -> nn.Module:
     """The single module that a pair stands for: original kind, shape, dtype and state."""
     mark = dict(mark_of(pair) or {})
-    option, rank = Option(mark.pop("fold"), mark.pop("slices")), mark.pop("rank")
-    layer = Layer(name="", **mark)
+    option, rank = Option(mark.pop("fold"), mark.pop("slices"), mark.pop("scheme")), mark.pop("rank")
+    layer = replace(Layer(name="", **mark), bias=getattr(pair.decoder, "bias", None) is not None)
     encoder, decoder = _part_weight(pair, "encoder"), _part_weight(pair, "decoder")
     first, second = _sublayers(layer, option, rank, pair)
     first_weight = encoder if isinstance(pair.encoder, GroupedLinear) else canonical(encoder, first)

@@ -11,16 +11,16 @@ from typing import Any
 from rankwise import allocate
 from rankwise.allocate import Solution
 from rankwise.budget import Budget
-from rankwise.cost import Cost, unit_cost
+from rankwise.cost import SCHEMES, Cost, fixed_cost, unit_cost
 from rankwise.errors import RankwiseError
-from rankwise.knapsack import least_sum, penalty
+from rankwise.knapsack import least_sum, penalty, product
 from rankwise.layer import Layer, Skipped
-from rankwise.measure import RECORDED, check_measure
+from rankwise.measure import check_measure
 from rankwise.menu import Menu, Point, menus
 from rankwise.plan import Choice, Plan
 from rankwise.table import Table
 
-SEARCHES = ("alternate", "minimax", "sum", "penalty", "constant")
+SEARCHES = ("alternate", "minimax", "sum", "penalty", "product", "constant")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Settings:
     search: str = "sum"
     seed: int = 0
     starts: int = 15
+    schemes: tuple[str, ...] = ("svd",)
 
     def __post_init__(self) -> None:
         check_measure(self.error)
@@ -42,10 +43,13 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise RankwiseError(f"{name}={value!r} was given, and {name} is a whole number from {least} on")
-        for name in ("folds", "groups"):
+        for name in ("folds", "groups", "schemes"):
             value = getattr(self, name)
             if isinstance(value, Iterable) and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))  # read more than once, and saved with the plan
+        unknown = [scheme for scheme in self.schemes if scheme not in SCHEMES]
+        if unknown or not self.schemes:
+            raise RankwiseError(f"schemes={self.schemes!r} was given: possible are {', '.join(SCHEMES)}")
 
 
 def find_plan(table: Table, budget: Budget, settings: Settings, method: str, model: str = "") -> Plan:
@@ -55,7 +59,7 @@ def find_plan(table: Table, budget: Budget, settings: Settings, method: str, mod
     coverage = table.coverage
     limits = budget.limits(coverage)
     whole = {"params": coverage.params, "macs": coverage.macs or 0}
-    offered = menus(table, budget.units, settings.error, settings.folds, settings.groups)
+    offered = menus(table, budget.units, settings.error, settings.folds, settings.groups, settings.schemes)
     fixed = [whole[u] - sum(m.dense.cost[i] for m in offered) for i, u in enumerate(budget.units)]
     room = [limits[u] - f for u, f in zip(budget.units, fixed, strict=True)]
     solution = run_search(offered, room, settings)
@@ -81,7 +85,9 @@ def run_search(offered: list[Menu], room: Sequence[int], settings: Settings) -> 
         return allocate.minimax(offered, room)
     if settings.search == "sum":
         return least_sum(offered, room)
-    return penalty(offered, room) if settings.search == "penalty" else allocate.constant(offered, room)
+    if settings.search == "penalty":
+        return penalty(offered, room)
+    return product(offered, room) if settings.search == "product" else allocate.constant(offered, room)
 
 
 def _plain(value: Any) -> Any:
@@ -102,8 +108,9 @@ def _findings(solution: Solution) -> dict[str, Any]:
 def _cost(layer: Layer, point: Point) -> Cost:
     if point.option is None:
         return Cost(layer.params, layer.macs)
-    unit = unit_cost(layer, point.option)
-    return Cost(unit.params * point.rank, None if unit.macs is None else unit.macs * point.rank)
+    unit, beside = unit_cost(layer, point.option), fixed_cost(layer, point.option)
+    macs = None if unit.macs is None else (beside.macs or 0) + unit.macs * point.rank
+    return Cost(beside.params + unit.params * point.rank, macs)
 
 
 def _after(table: Table, solution: Solution) -> Cost:
@@ -121,7 +128,9 @@ def _entry(table: Table, menu: Menu, point: Point, measure: str) -> Choice | Ski
     if point.option is None:
         reason = "the budget leaves it whole" if menu.offers else "no pair of factors is smaller than the layer"
         return Skipped(layer.name, layer.kind, layer.params, reason)
-    error = {m: table.curve(layer, point.option, m)[point.rank] for m in (*RECORDED, measure)}
+    error = {
+        m: table.curve(layer, point.option, m)[point.rank] for m in (*table.measures(layer, point.option), measure)
+    }
     return Choice(
         name=layer.name,
         kind=layer.kind,
@@ -129,6 +138,7 @@ def _entry(table: Table, menu: Menu, point: Point, measure: str) -> Choice | Ski
         fold=point.option.fold,
         groups=point.option.groups,
         rank=point.rank,
+        scheme=point.option.scheme,
         error={m: float(e) for m, e in error.items()},
         before=Cost(layer.params, layer.macs),
         after=_cost(layer, point),
@@ -141,7 +151,7 @@ def _cannot_be_met(
     """Say what is asked and the least that is possible, for each unit on its own."""
     parts = []
     for i, unit in enumerate(budget.units):
-        least = fixed[i] + sum(min([m.dense.cost[i], *(o.unit[i] for o in m.offers)]) for m in offered)
+        least = fixed[i] + sum(min([m.dense.cost[i], *(o.cost(1)[i] for o in m.offers)]) for m in offered)
         # Rounded up: whoever asks for the share that is stated gets it.
         share = math.ceil(10_000 * Fraction(least, whole[unit])) / 10_000 if whole[unit] else 1.0
         parts.append(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -31,30 +31,38 @@ def copy_model(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, computed)
 
 
-def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
-    """A copy of the model with every chosen layer replaced by its pair."""
+def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None = None) -> nn.Module:
+    """A copy of the model with every chosen layer replaced by its pair.
+
+    `moments`, by layer, are what `probe.output_moments` gives; choices of the scheme `pca` need them.
+    """
     small = copy_model(model)
-    apply_plan_(small, plan)
+    apply_plan_(small, plan, moments)
     return small
 
 
-def apply_plan_(model: nn.Module, plan: Plan) -> None:
+def apply_plan_(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None = None) -> None:
     """Replace every chosen layer by its pair, in place. Checked first: a plan that does not fit changes nothing."""
-    replace_layers_(model, plan, fill=True)
+    replace_layers_(model, plan, fill=True, moments=moments)
 
 
-def replace_layers_(model: nn.Module, plan: Plan, fill: bool) -> None:
+def replace_layers_(model: nn.Module, plan: Plan, fill: bool, moments: Mapping[str, Any] | None = None) -> None:
     """Put the pairs of a plan into a model; without `fill` their weights are left for a file to set."""
     layers = match_layers(model, plan)
     if fill:
         for choice, _ in layers:
+            if choice.scheme == "pca" and choice.name not in (moments or {}):
+                raise RankwiseError(
+                    f"layer {choice.name!r} of the plan is decomposed by its outputs, which needs calibration data: "
+                    f"use compress(..., data=...), or give moments="
+                )
             check_finite(cast(Tensor, model.get_submodule(choice.name).weight), choice.name)
     swap: Swap = {}
     for choice, layer in layers:
         old = model.get_submodule(choice.name)
         pair = build_pair(layer, choice.option, choice.rank, old)
         if fill:
-            fill_pair_(pair, layer, choice.option, choice.rank, old)
+            fill_pair_(pair, layer, choice.option, choice.rank, old, (moments or {}).get(choice.name))
         swap[old] = pair
     swap_modules_(model, swap)
 

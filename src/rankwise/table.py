@@ -22,7 +22,7 @@ from rankwise.decompose import Array, check_finite, factors, residual_norm, spec
 from rankwise.errors import RankwiseError
 from rankwise.fold import all_folds
 from rankwise.layer import Call, Coverage, Layer, Skipped
-from rankwise.measure import FROM_SPECTRA, Curve, check_measure
+from rankwise.measure import FROM_SPECTRA, RECORDED, Curve, check_measure
 
 FORMAT = 1
 Weights = Mapping[str, Tensor]
@@ -46,6 +46,7 @@ class Table:
     """Spectra of a model's layers, and the error curves that follow from them.
 
     `spectra[name, option]` has shape (G, k, r + 1), `norms[name, fold]` is ‖W‖₂ of that fold's matrix.
+    `given[name, option]` holds the curves, by measure, of options that do not come from spectra.
     The weights themselves are not part of a table: only `exact` needs them, and finds them in `weights`.
     """
 
@@ -56,16 +57,18 @@ class Table:
         norms: dict[tuple[str, str], float],
         fingerprint: str,
         weights: Weights | None = None,
+        given: dict[tuple[str, Option], dict[str, Array]] | None = None,
     ) -> None:
         self.coverage, self.spectra, self.norms, self.fingerprint = coverage, spectra, norms, fingerprint
-        self.weights = weights
+        self.weights, self.given = weights, given or {}
+        self.moments: dict[str, Any] = {}  # what the data said, by layer, for building what it was asked for
         self.cache: dict[Any, Any] = {}  # curves here, menus in allocate.py: all follow from the above
         self._factors: OrderedDict[tuple[str, Option], tuple[Tensor, Tensor]] = OrderedDict()
 
     def options(self, layer: Layer) -> list[Option]:
         if "options" not in self.cache:
             index: dict[str, list[Option]] = {}
-            for name, option in self.spectra:
+            for name, option in (*self.spectra, *self.given):
                 index.setdefault(name, []).append(option)
             self.cache["options"] = index
         return list(self.cache["options"].get(layer.name, []))
@@ -73,9 +76,23 @@ class Table:
     def curve(self, layer: Layer, option: Option, measure: str) -> Curve:
         """The error of a layer by rank. `exact` is evaluated entry by entry, only where it is asked for."""
         key = (layer.name, option, check_measure(measure))
+        if key not in self.cache and (layer.name, option) in self.given:
+            values = self.given[layer.name, option].get(measure)
+            if values is None:
+                raise RankwiseError(
+                    f"the scheme {option.scheme!r} has no error by {measure!r}: it has "
+                    f"{', '.join(self.given[layer.name, option])}"
+                )
+            self.cache[key] = Curve(values, values)
         if key not in self.cache:
+            if measure == "output":
+                raise RankwiseError("the measure 'output' is known for the scheme 'pca' only: use method='pca'")
             self.cache[key] = self._exact(layer, option) if measure == "exact" else self._known(*key)
         return self.cache[key]  # type: ignore[no-any-return]
+
+    def measures(self, layer: Layer, option: Option) -> tuple[str, ...]:
+        """The measures that are at hand for an option without any work."""
+        return tuple(self.given.get((layer.name, option), RECORDED))
 
     def _known(self, name: str, option: Option, measure: str) -> Curve:
         values = FROM_SPECTRA[measure](self.spectra[name, option], self.norms[name, option.fold])
@@ -116,6 +133,10 @@ class Table:
 
     def save(self, path: str | Path) -> None:
         """One safetensors file: the spectra, and a JSON header with the layers."""
+        if self.given:
+            raise RankwiseError(
+                "a table with calibration data cannot be saved: save one built without, and add the data again"
+            )
         keys = list(self.spectra)
         header = {
             "format": FORMAT,
@@ -176,8 +197,9 @@ def build(
     folds: str | int | Iterable[str | int] = "all",
     groups: str | int | Iterable[int] = "all",
     progress: Progress | None = None,
+    schemes: Iterable[str] = ("svd",),
 ) -> Table:
-    """All spectra, one layer at a time; deterministic."""
+    """All spectra, one layer at a time; deterministic. Options that need data are added afterwards."""
     # Read once for each layer, so a generator must become a list.
     folds = list(folds) if isinstance(folds, Iterable) and not isinstance(folds, str) else folds
     groups = list(groups) if isinstance(groups, Iterable) and not isinstance(groups, str) else groups
@@ -189,7 +211,7 @@ def build(
         weight = weights[layer.name]
         check_finite(weight, layer.name)
         wanted: dict[str, list[int]] = {}
-        for option in options_for(layer, folds, groups):
+        for option in options_for(layer, folds, groups) if "svd" in schemes else ():
             wanted.setdefault(option.fold, []).append(option.groups)
         for fold, ks in wanted.items():
             arrays = spectra(weight, layer, fold, sorted({1, *ks}))  # k = 1 holds ‖W‖₂
