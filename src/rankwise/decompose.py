@@ -82,39 +82,55 @@ def _eigenvalues(matrices: Tensor) -> Tensor:
     return values.clamp_min(0)
 
 
-def _inner_blocks(grams: Tensor, size: int) -> Tensor:
-    """AᵀA of narrower slices: the diagonal blocks of those of wider ones. (n, m, m) → (n·m/size, size, size)."""
-    parts = grams.shape[-1] // size
-    blocks = grams.reshape(len(grams), parts, size, parts, size).diagonal(dim1=1, dim2=3)
-    return blocks.permute(0, 3, 1, 2).flatten(0, 1)
+def _chains(widths: Iterable[int]) -> list[list[int]]:
+    """Widths in descending order, grouped so that within a chain each one divides the one before."""
+    chains: list[list[int]] = []
+    for width in sorted(widths, reverse=True):
+        for chain in chains:
+            if chain[-1] % width == 0:
+                chain.append(width)
+                break
+        else:
+            chains.append([width])
+    return chains
 
 
-def _outer_sums(grams: Tensor, count: int) -> Tensor:
-    """AAᵀ of wider slices: sums over `count` narrower ones. (n, m, m) → (⌈n/count⌉, m, m)."""
-    return torch.stack([part.sum(0) for part in torch.split(grams, count)])
+def _inner_grams(weight: Tensor, fold: str, chain: list[int], columns: int) -> Iterator[tuple[int, Tensor]]:
+    """AᵀA of the slices, for each width of a chain: narrow ones are the diagonal blocks of wide ones."""
+    for piece in torch.split(weight, chain[0], dim=1):
+        whole = gram(piece, fold, inner=True)
+        missing = chain[0] * columns - len(whole)  # the last slice may be narrower: zeros add eigenvalues 0
+        whole = torch.constant_pad_nd(whole, (0, missing, 0, missing)) if missing else whole
+        for width in chain:
+            size = width * columns
+            parts = chain[0] // width
+            blocks = whole.reshape(parts, size, parts, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+            yield width, blocks[: -(-piece.shape[1] // width)]
+
+
+def _outer_grams(weight: Tensor, fold: str, chain: list[int]) -> Iterator[tuple[int, Tensor]]:
+    """AAᵀ of the slices, for each width of a chain: wide ones are the sums of narrow ones."""
+    sums: dict[int, Tensor] = {}
+    pieces = torch.split(weight, chain[-1], dim=1)
+    for done, piece in enumerate(pieces, start=1):
+        one = gram(piece, fold, inner=False)
+        yield chain[-1], one[None]
+        for width in chain[:-1]:
+            sums[width] = sums[width].add_(one) if width in sums else one.clone()
+            if done * chain[-1] % width == 0 or done == len(pieces):
+                yield width, sums.pop(width)[None]
 
 
 def _grams(weight: Tensor, fold: str, widths: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
     """The smaller Gram matrices of all slices of a weight (f, c, *kernel), for each width in channels.
 
-    Wide slices have AAᵀ, which add up from narrow to wide; narrow slices have AᵀA, which lie inside each
-    other from wide to narrow. So most of them are read off others instead of multiplied out again.
+    Only the widest AᵀA and the narrowest AAᵀ of a chain are multiplied out; few are in memory at a time.
     """
     rows, columns = to_matrix(weight[None, :, :1], fold).shape[1:]  # columns of one channel
-    for inner in (True, False):
-        last: tuple[int, Tensor] | None = None
-        for width in sorted((w for w in widths if (w * columns <= rows) == inner), reverse=inner):
-            if last is not None and inner and last[0] % width == 0:
-                grams = _inner_blocks(last[1], width * columns)[: -(-weight.shape[1] // width)]
-            elif last is not None and not inner and width % last[0] == 0:
-                grams = _outer_sums(last[1], width // last[0])
-            else:
-                size = width * columns if inner else rows
-                parts = (gram(s, fold, inner) for s in torch.split(weight, width, dim=1))
-                # the last slice may be narrower: zeros around its matrix add eigenvalues 0
-                grams = torch.stack([torch.constant_pad_nd(g, (0, size - len(g), 0, size - len(g))) for g in parts])
-            last = (width, grams)
-            yield width, grams
+    for chain in _chains(w for w in widths if w * columns <= rows):
+        yield from _inner_grams(weight, fold, chain, columns)
+    for chain in _chains(w for w in widths if w * columns > rows):
+        yield from _outer_grams(weight, fold, chain)
 
 
 def spectra(weight: Tensor, layer: Layer, fold: str, groups: Iterable[int]) -> dict[int, Array]:
@@ -128,7 +144,7 @@ def spectra(weight: Tensor, layer: Layer, fold: str, groups: Iterable[int]) -> d
     for group in canonical(weight.detach(), layer):
         for width, grams in _grams(group, fold, widths):
             found[widths[width]].append(torch.constant_pad_nd(_eigenvalues(grams).sqrt(), (0, 1)))
-    return {k: torch.stack(parts).numpy() for k, parts in found.items()}
+    return {k: torch.unflatten(torch.cat(parts), 0, (layer.groups, k)).numpy() for k, parts in found.items()}
 
 
 def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
