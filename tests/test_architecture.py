@@ -17,7 +17,7 @@ FLOORS = [
     "probe methods",
     "zoo spec factory weights vision networks images sources data evaluate train",
     "results",
-    "charts report demo show cli __main__ __init__",
+    "charts report demo flags show cli __main__ __init__",
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(SOURCE.glob("*.py"))

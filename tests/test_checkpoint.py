@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,11 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise import jsonio
 from rankwise.checkpoint import read_plan
+from sentences import check_sentence
 
 PLAN, WEIGHTS = "plan.json", "model.safetensors"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 X = torch.linspace(-1, 1, 2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
-
-
-def sentence(call: Callable[[], Any]) -> str:
-    """The message of the RankwiseError that `call` must raise: one line, not empty."""
-    with pytest.raises(rw.RankwiseError) as caught:
-        call()
-    message = str(caught.value)
-    assert message.strip()
-    assert "\n" not in message
-    return message
 
 
 class Net(nn.Module):
@@ -207,9 +197,9 @@ def test_compressing_twice_is_refused() -> None:
     model = network()
     small, plan = compressed(model)
     before = copy.deepcopy(small)
-    assert "already compressed" in sentence(lambda: rw.apply_plan(small, plan))
-    assert "already compressed" in sentence(lambda: rw.apply_plan_(small, plan))
-    assert "already compressed" in sentence(lambda: rw.compress(small, keep=0.5))
+    assert "already compressed" in check_sentence(lambda: rw.apply_plan(small, plan))
+    assert "already compressed" in check_sentence(lambda: rw.apply_plan_(small, plan))
+    assert "already compressed" in check_sentence(lambda: rw.compress(small, keep=0.5))
     assert same_state(small, before)
 
 
@@ -217,20 +207,20 @@ def test_compressing_twice_is_refused() -> None:
 
 
 def test_another_network_says_what_differs(folder: Path) -> None:
-    assert "(12, 3, 3, 3)" in sentence(lambda: rw.load(folder, network(12)))
-    assert "does not have" in sentence(lambda: rw.load(folder, nn.Sequential(nn.Linear(3, 3))))
-    message = sentence(lambda: rw.load(folder, network().double()))
+    assert "(12, 3, 3, 3)" in check_sentence(lambda: rw.load(folder, network(12)))
+    assert "does not have" in check_sentence(lambda: rw.load(folder, nn.Sequential(nn.Linear(3, 3))))
+    message = check_sentence(lambda: rw.load(folder, network().double()))
     assert "float32" in message
     assert "float64" in message
     more = network()
     more.extra = nn.Linear(2, 2)
-    assert "'extra.weight'" in sentence(lambda: rw.load(folder, more))
+    assert "'extra.weight'" in check_sentence(lambda: rw.load(folder, more))
     less = network()
     less.norm = nn.Identity()
-    assert "'norm." in sentence(lambda: rw.load(folder, less))
+    assert "'norm." in check_sentence(lambda: rw.load(folder, less))
     wider = network()
     wider.norm = nn.BatchNorm2d(9)
-    assert "(9,)" in sentence(lambda: rw.load(folder, wider))
+    assert "(9,)" in check_sentence(lambda: rw.load(folder, wider))
 
 
 def test_tensors_that_differ_are_not_loaded_into_one(tmp_path: Path) -> None:
@@ -239,7 +229,7 @@ def test_tensors_that_differ_are_not_loaded_into_one(tmp_path: Path) -> None:
     apart.two.weight = nn.Parameter(apart.two.weight.detach() + 1)
     small, plan = compressed(apart, exclude=["one", "two"])
     rw.save(small, plan, tmp_path)
-    message = sentence(lambda: rw.load(tmp_path, network()))
+    message = check_sentence(lambda: rw.load(tmp_path, network()))
     assert "'one.weight'" in message
     assert "'two.weight'" in message
     with torch.no_grad():
@@ -250,8 +240,8 @@ def test_tensors_that_differ_are_not_loaded_into_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [None, "resnet18", {}])
 def test_what_is_no_network_is_refused(folder: Path, wrong: Any) -> None:
-    assert "Module" in sentence(lambda: rw.load(folder, wrong))
-    assert "Module" in sentence(lambda: rw.save(wrong, read_plan(folder), folder))
+    assert "Module" in check_sentence(lambda: rw.load(folder, wrong))
+    assert "Module" in check_sentence(lambda: rw.save(wrong, read_plan(folder), folder))
 
 
 def test_a_network_that_does_not_follow_the_plan_is_not_saved(tmp_path: Path) -> None:
@@ -268,7 +258,7 @@ def test_a_network_that_does_not_follow_the_plan_is_not_saved(tmp_path: Path) ->
         (small, replace(plan, layers=tuple(others))),  # a pair that the plan does not know could not be loaded
         (rw.densify(small), plan),
     ]:
-        assert "does not follow the plan" in sentence(lambda n=network_, p=plan_: rw.save(n, p, tmp_path / "out"))
+        assert "does not follow the plan" in check_sentence(lambda n=network_, p=plan_: rw.save(n, p, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -289,7 +279,7 @@ class Remembers(nn.Linear):
 def test_extra_state_is_saved_as_a_tensor_or_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(32, 32), Remembers({"step": 3}))
     small, plan = compressed(model)
-    assert "'1._extra_state'" in sentence(lambda: rw.save(small, plan, tmp_path / "out"))
+    assert "'1._extra_state'" in check_sentence(lambda: rw.save(small, plan, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     small[1].extra = torch.tensor([1.0, 2.0])
     rw.save(small, plan, tmp_path / "out")
@@ -304,34 +294,34 @@ def test_extra_state_is_saved_as_a_tensor_or_refused(tmp_path: Path) -> None:
 def test_truncated_weights_are_refused(folder: Path, share: float) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[: int(share * len(data))])
-    assert WEIGHTS in sentence(lambda: rw.load(folder, network()))
+    assert WEIGHTS in check_sentence(lambda: rw.load(folder, network()))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
 def test_a_truncated_plan_is_refused(folder: Path, share: float) -> None:
     data = (folder / PLAN).read_bytes()
     (folder / PLAN).write_bytes(data[: int(share * (len(data) - 2))])
-    assert PLAN in sentence(lambda: rw.load(folder, network()))
+    assert PLAN in check_sentence(lambda: rw.load(folder, network()))
 
 
 def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).unlink()
-    assert WEIGHTS in sentence(lambda: rw.load(folder, network()))
+    assert WEIGHTS in check_sentence(lambda: rw.load(folder, network()))
     (folder / WEIGHTS).write_bytes(data)
     (folder / PLAN).unlink()
-    assert PLAN in sentence(lambda: rw.load(folder, network()))
-    assert "not a folder" in sentence(lambda: rw.load(tmp_path / "absent", network()))
+    assert PLAN in check_sentence(lambda: rw.load(folder, network()))
+    assert "not a folder" in check_sentence(lambda: rw.load(tmp_path / "absent", network()))
     (folder / PLAN).mkdir()
-    assert PLAN in sentence(lambda: rw.load(folder, network()))
+    assert PLAN in check_sentence(lambda: rw.load(folder, network()))
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     small, plan = compressed(network())
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        sentence(lambda p=path: rw.save(small, plan, p))
-        assert "not a folder" in sentence(lambda p=path: rw.load(p, network()))
+        check_sentence(lambda p=path: rw.save(small, plan, p))
+        assert "not a folder" in check_sentence(lambda p=path: rw.load(p, network()))
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -342,11 +332,11 @@ def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: p
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("builtins.open", refuse)
-    message = sentence(lambda: rw.save(small, plan, tmp_path / "a"))
+    message = check_sentence(lambda: rw.save(small, plan, tmp_path / "a"))
     monkeypatch.undo()
     assert "Permission denied" in message
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert "Permission denied" in sentence(lambda: rw.save(small, plan, tmp_path / "b"))
+    assert "Permission denied" in check_sentence(lambda: rw.save(small, plan, tmp_path / "b"))
 
 
 def test_an_edited_plan_is_noticed(folder: Path) -> None:
@@ -356,7 +346,7 @@ def test_an_edited_plan_is_noticed(folder: Path) -> None:
         edited = copy.deepcopy(body)
         next(e for e in edited["layers"] if "rank" in e).update(change)
         (folder / PLAN).write_text(json.dumps(edited))
-        assert "do not belong together" in sentence(lambda: rw.load(folder, network()))
+        assert "do not belong together" in check_sentence(lambda: rw.load(folder, network()))
     (folder / PLAN).write_text(json.dumps(body))  # the same values, laid out differently
     assert rw.load(folder, network())
 
@@ -365,13 +355,13 @@ def test_an_edited_plan_is_noticed(folder: Path) -> None:
 def test_a_plan_with_values_that_cannot_be_written_is_refused(folder: Path, text: str) -> None:
     body = json.loads((folder / PLAN).read_bytes()) | {"settings": "HERE"}
     (folder / PLAN).write_text(json.dumps(body).replace('"HERE"', text))
-    assert PLAN in sentence(lambda: rw.load(folder, network()))
+    assert PLAN in check_sentence(lambda: rw.load(folder, network()))
 
 
 def test_weights_of_another_plan_are_noticed(folder: Path, tmp_path: Path) -> None:
     rw.save(*compressed(network(), keep=0.45), tmp_path / "other")
     (folder / WEIGHTS).write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
-    assert "do not belong together" in sentence(lambda: rw.load(folder, network()))
+    assert "do not belong together" in check_sentence(lambda: rw.load(folder, network()))
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -391,7 +381,7 @@ def test_foreign_weights_are_refused(folder: Path) -> None:
         ({**tensors, first: tensors[first][:1]}, known),
     ]:
         save_file(changed, folder / WEIGHTS, metadata=about)
-        assert WEIGHTS in sentence(lambda: rw.load(folder, network()))
+        assert WEIGHTS in check_sentence(lambda: rw.load(folder, network()))
 
 
 json_text = st.recursive(
@@ -455,7 +445,7 @@ def test_nothing_in_a_folder_is_executed(folder: Path, tmp_path: Path, name: str
     else:
         (folder / name).write_bytes(write(Bomb(trap)))
     if name in (WEIGHTS, PLAN):
-        assert name in sentence(lambda: rw.load(folder, network()))
+        assert name in check_sentence(lambda: rw.load(folder, network()))
     else:
         assert rw.load(folder, network())
     assert not trap.exists()
@@ -497,7 +487,7 @@ def test_an_interrupted_save_leaves_a_folder_that_can_be_trusted(
             rw.save(new, plan, folder)
     between = name == "replace" and nth == 2
     if between and other:
-        assert "do not belong together" in sentence(lambda: rw.load(folder, network()))
+        assert "do not belong together" in check_sentence(lambda: rw.load(folder, network()))
     else:
         assert same_state(rw.load(folder, network()), new if between else old)
     if error is OSError:
@@ -511,5 +501,5 @@ def test_a_plan_that_cannot_be_written_is_refused_before_anything_is(folder: Pat
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     small, plan = rw.load(folder, network()), read_plan(folder)
     for wrong in ({"x": float("nan")}, {"x": object()}, {"x": "\ud800"}):
-        sentence(lambda w=wrong: rw.save(small, replace(plan, settings=w), folder))
+        check_sentence(lambda w=wrong: rw.save(small, replace(plan, settings=w), folder))
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

@@ -20,18 +20,9 @@ import rankwise as rw
 from rankwise.cost import Cost
 from rankwise.fold import all_folds
 from rankwise.measure import MEASURES
+from sentences import check_sentence
 
 FIXTURE_OK = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-
-
-def sentence(call: Callable[[], Any]) -> str:
-    """The message of the RankwiseError that `call` must raise: one line, not empty."""
-    with pytest.raises(rw.RankwiseError) as caught:
-        call()
-    message = str(caught.value)
-    assert message.strip()
-    assert "\n" not in message
-    return message
 
 
 def network() -> nn.Module:
@@ -138,7 +129,7 @@ def test_what_is_left_out_has_a_default(plan: rw.Plan) -> None:
 
 def test_keep_needs_macs_to_speak_of_macs(plan: rw.Plan) -> None:
     assert plan.keep() == plan.after.params / plan.before.params
-    assert "example" in sentence(lambda: replace(plan, before=Cost(10, None)).keep("macs"))
+    assert "example" in check_sentence(lambda: replace(plan, before=Cost(10, None)).keep("macs"))
 
 
 # ---- what is no plan -------------------------------------------------------------------------------------
@@ -151,14 +142,14 @@ OF_A_CHOICE = ["name", "kind", "shape", "fold", "groups", "rank", "error", "befo
 def test_a_missing_key_is_named(plan: rw.Plan, key: str) -> None:
     body = body_of(plan)
     del body[key]
-    assert repr(key) in sentence(lambda: rw.Plan.loads(text_of(body)))
+    assert repr(key) in check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
 @pytest.mark.parametrize("key", OF_A_CHOICE)
 def test_a_missing_key_of_a_layer_is_named(plan: rw.Plan, key: str) -> None:
     body = body_of(plan)
     del entry(body)[key]
-    assert repr(key) in sentence(lambda: rw.Plan.loads(text_of(body)))
+    assert repr(key) in check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +168,7 @@ def test_a_missing_key_of_a_layer_is_named(plan: rw.Plan, key: str) -> None:
 def test_an_unknown_key_is_refused_everywhere(plan: rw.Plan, where: Callable[[Any], dict[str, Any]]) -> None:
     body = body_of(plan)
     where(body)["ranks"] = 1
-    assert "'ranks'" in sentence(lambda: rw.Plan.loads(text_of(body)))
+    assert "'ranks'" in check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
 @pytest.mark.parametrize("key", ["groups", "rank"])
@@ -185,7 +176,7 @@ def test_an_unknown_key_is_refused_everywhere(plan: rw.Plan, where: Callable[[An
 def test_a_rank_is_a_whole_number(plan: rw.Plan, key: str, value: Any) -> None:
     body = body_of(plan)
     entry(body)[key] = value
-    assert "a whole number" in sentence(lambda: rw.Plan.loads(text_of(body)))
+    assert "a whole number" in check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +218,7 @@ def test_a_decision_that_does_not_fit_is_refused(
     before = copy.deepcopy(model.state_dict())
     modules = list(model)
     wrong = rw.Plan.loads(text_of(body))
-    assert named in sentence(lambda: rw.apply_plan_(model, wrong))
+    assert named in check_sentence(lambda: rw.apply_plan_(model, wrong))
     assert list(model) == modules
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -235,12 +226,12 @@ def test_a_decision_that_does_not_fit_is_refused(
 def test_a_layer_named_twice_is_refused(plan: rw.Plan) -> None:
     body = body_of(plan)
     body["layers"].append(entry(body))
-    assert "more than once" in sentence(lambda: rw.Plan.loads(text_of(body)))
+    assert "more than once" in check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
 @pytest.mark.parametrize("value", [None, [], "x", 3, 0.5, True])
 def test_a_plan_is_an_object(value: Any) -> None:
-    assert "object" in sentence(lambda: rw.Plan.loads(text_of(value)))
+    assert "object" in check_sentence(lambda: rw.Plan.loads(text_of(value)))
 
 
 @pytest.mark.parametrize("key", [*REQUIRED, "settings", "search"])
@@ -252,12 +243,12 @@ def test_every_key_has_its_type(plan: rw.Plan, key: str, value: Any) -> None:
         assert rw.Plan.loads(text_of(body))
     else:
         body[key] = value
-        sentence(lambda: rw.Plan.loads(text_of(body)))
+        check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
 @pytest.mark.parametrize(("value", "named"), [(2, "upgrade"), (0, "never existed"), (-1, "never existed")])
 def test_another_format_says_so(plan: rw.Plan, value: int, named: str) -> None:
-    assert named in sentence(lambda: rw.Plan.loads(text_of(body_of(plan) | {"format": value})))
+    assert named in check_sentence(lambda: rw.Plan.loads(text_of(body_of(plan) | {"format": value})))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -265,12 +256,12 @@ def test_another_format_says_so(plan: rw.Plan, value: int, named: str) -> None:
 def test_numbers_are_finite(plan: rw.Plan, where: str, value: float) -> None:
     body = body_of(plan)
     (entry(body) if where == "error" else body)[where] = {"energy": value} if where == "error" else {"params": value}
-    sentence(lambda: rw.Plan.loads(text_of(body)))
+    check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
 def test_a_number_that_overflows_is_not_finite_either(plan: rw.Plan) -> None:
     text = text_of(body_of(plan) | {"search": {"objective": 12345.5}}).replace("12345.5", "1e999")
-    sentence(lambda: rw.Plan.loads(text))
+    check_sentence(lambda: rw.Plan.loads(text))
 
 
 @pytest.mark.parametrize("digits", [31, 400, 4300, 5000])
@@ -285,13 +276,13 @@ def test_huge_whole_numbers_are_refused(plan: rw.Plan, where: str, digits: int) 
         body["format"] = huge
     else:
         entry(body)[where] = {"rank": huge, "shape": [huge], "error": {"max": huge}}[where]
-    sentence(lambda: rw.Plan.loads(text_of(body).replace(str(huge), "9" * digits)))
+    check_sentence(lambda: rw.Plan.loads(text_of(body).replace(str(huge), "9" * digits)))
 
 
 @pytest.mark.parametrize("deep", ["[" * 10_000 + "]" * 10_000, '{"a":' * 10_000 + "1" + "}" * 10_000, "[" * 10_000])
 def test_deep_nesting_is_refused(plan: rw.Plan, deep: str) -> None:
-    sentence(lambda: rw.Plan.loads(deep))
-    sentence(lambda: rw.Plan.loads(text_of(body_of(plan) | {"settings": "HERE"}).replace('"HERE"', deep)))
+    check_sentence(lambda: rw.Plan.loads(deep))
+    check_sentence(lambda: rw.Plan.loads(text_of(body_of(plan) | {"settings": "HERE"}).replace('"HERE"', deep)))
 
 
 @pytest.mark.parametrize("half", ["\ud800", "a\udfff"])
@@ -305,7 +296,7 @@ def test_half_characters_are_refused(plan: rw.Plan, where: str, half: str) -> No
         entry(body)[where] = half
     else:
         body[half if where == "key" else where] = half
-    sentence(lambda: rw.Plan.loads(text_of(body)))
+    check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
 @pytest.mark.parametrize(
@@ -314,13 +305,13 @@ def test_half_characters_are_refused(plan: rw.Plan, where: str, half: str) -> No
 def test_files_that_are_not_json_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    assert "plan.json" in sentence(lambda: rw.Plan.load(path))
+    assert "plan.json" in check_sentence(lambda: rw.Plan.load(path))
 
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "absent", tmp_path / "file" / "plan.json", tmp_path / "nul\0"):
-        assert "could not be read" in sentence(lambda p=path: rw.Plan.load(p))
+        assert "could not be read" in check_sentence(lambda p=path: rw.Plan.load(p))
 
 
 def test_a_plan_cannot_be_saved_where_there_is_no_folder(plan: rw.Plan, tmp_path: Path) -> None:
@@ -334,25 +325,25 @@ def test_a_plan_cannot_be_saved_where_there_is_no_folder(plan: rw.Plan, tmp_path
         ".",
     ]
     for path in bad:
-        assert "could not be written" in sentence(lambda p=path: plan.save(p))
+        assert "could not be written" in check_sentence(lambda p=path: plan.save(p))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("wrong", [None, "plan.json", {}, 3])
 def test_what_is_no_plan_is_not_applied(model: nn.Module, wrong: Any) -> None:
-    assert "Plan" in sentence(lambda: rw.apply_plan(model, wrong))
+    assert "Plan" in check_sentence(lambda: rw.apply_plan(model, wrong))
 
 
 @pytest.mark.parametrize("wrong", [None, "resnet18", {}])
 def test_a_plan_is_not_applied_to_what_is_no_network(plan: rw.Plan, wrong: Any) -> None:
-    assert "Module" in sentence(lambda: rw.apply_plan(wrong, plan))
+    assert "Module" in check_sentence(lambda: rw.apply_plan(wrong, plan))
 
 
 def test_a_plan_of_another_network_says_what_differs(plan: rw.Plan) -> None:
     wide = network()
     wide[0] = nn.Conv2d(3, 10, 3)
-    assert "(10, 3, 3, 3)" in sentence(lambda: rw.apply_plan(wide, plan))
-    assert "'2'" in sentence(lambda: rw.apply_plan(network()[:2], plan))
+    assert "(10, 3, 3, 3)" in check_sentence(lambda: rw.apply_plan(wide, plan))
+    assert "'2'" in check_sentence(lambda: rw.apply_plan(network()[:2], plan))
 
 
 # ---- anything at all -------------------------------------------------------------------------------------

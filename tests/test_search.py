@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -24,6 +23,7 @@ from rankwise.cost import Option, unit_cost
 from rankwise.measure import MEASURES, Curve
 from rankwise.menu import Menu, Offer, Point
 from rankwise.search import SEARCHES, Settings
+from sentences import check_sentence
 from strategies import DATA_FREE
 
 searches = importlib.import_module("rankwise.allocate")  # as an attribute of the package it is the function
@@ -32,16 +32,6 @@ UNITS = [("params",), ("macs",), ("params", "macs")]
 FEW = settings(deadline=None, max_examples=25)
 MANY = settings(deadline=None, max_examples=150)
 Points = list[tuple[tuple[int, ...], float]]
-
-
-def sentence(call: Callable[[], Any]) -> str:
-    """The message of the RankwiseError that `call` must raise: one line, not empty."""
-    with pytest.raises(rw.RankwiseError) as caught:
-        call()
-    message = str(caught.value)
-    assert message.strip()
-    assert "\n" not in message
-    return message
 
 
 # ---- small problems --------------------------------------------------------------------------------------
@@ -524,12 +514,12 @@ BAD = [0, 0.0, -1, -0.5, math.nan, math.inf, -math.inf, True, False, "0.4", 1.5,
 @pytest.mark.parametrize("unit", ["params", "macs"])
 @pytest.mark.parametrize("value", BAD)
 def test_a_budget_must_be_a_fraction_or_a_count(unit: str, value: Any) -> None:
-    assert f"{unit}={value!r}" in sentence(lambda: rw.Budget(**{unit: value}))
+    assert f"{unit}={value!r}" in check_sentence(lambda: rw.Budget(**{unit: value}))
 
 
 def test_a_budget_needs_a_unit() -> None:
-    assert "params=" in sentence(lambda: rw.Budget())
-    assert "params=" in sentence(lambda: rw.Budget(params=None, macs=None))
+    assert "params=" in check_sentence(lambda: rw.Budget())
+    assert "params=" in check_sentence(lambda: rw.Budget(params=None, macs=None))
 
 
 def test_a_count_may_be_of_any_length() -> None:
@@ -538,7 +528,7 @@ def test_a_count_may_be_of_any_length() -> None:
 
 
 def test_what_is_no_budget_is_refused() -> None:
-    assert "Budget" in sentence(lambda: rw.allocate(table_of(0), 0.4))  # type: ignore[arg-type]
+    assert "Budget" in check_sentence(lambda: rw.allocate(table_of(0), 0.4))  # type: ignore[arg-type]
 
 
 @given(keep=st.integers(1, 10_000), total=st.integers(1, 10**7).map(lambda n: 100 * n))
@@ -550,8 +540,8 @@ def test_a_fraction_means_its_decimal_digits(keep: int, total: int) -> None:
 
 def test_a_budget_in_macs_needs_an_example() -> None:
     table = rw.build_table(network(0))
-    assert "example" in sentence(lambda: rw.allocate(table, rw.Budget(macs=0.5)))
-    assert "example" in sentence(lambda: rw.allocate(table, rw.Budget(params=0.9, macs=0.5)))
+    assert "example" in check_sentence(lambda: rw.allocate(table, rw.Budget(macs=0.5)))
+    assert "example" in check_sentence(lambda: rw.allocate(table, rw.Budget(params=0.9, macs=0.5)))
     assert rw.allocate(table, rw.Budget(params=0.9)).after.macs is None
 
 
@@ -590,15 +580,15 @@ def stated(message: str) -> tuple[int, float]:
 @given(seed=st.integers(0, 10**6))
 def test_a_budget_that_cannot_be_met_states_one_that_can(search: str, unit: str, seed: int) -> None:
     table = table_of(seed)
-    least, keep = stated(sentence(lambda: rw.allocate(table, rw.Budget(**{unit: 2}), search=search)))
+    least, keep = stated(check_sentence(lambda: rw.allocate(table, rw.Budget(**{unit: 2}), search=search)))
     assert getattr(rw.allocate(table, rw.Budget(**{unit: least}), search=search).after, unit) == least
     assert getattr(rw.allocate(table, rw.Budget(**{unit: keep}), search=search).after, unit) >= least
-    assert stated(sentence(lambda: rw.allocate(table, rw.Budget(**{unit: least - 1}), search=search)))[0] == least
+    assert stated(check_sentence(lambda: rw.allocate(table, rw.Budget(**{unit: least - 1}), search=search)))[0] == least
 
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_of_two_budgets_that_cannot_be_met_both_are_stated(search: str) -> None:
-    message = sentence(lambda: rw.allocate(table_of(2), rw.Budget(params=2, macs=2), search=search))
+    message = check_sentence(lambda: rw.allocate(table_of(2), rw.Budget(params=2, macs=2), search=search))
     assert message.count("least possible") == 2
     assert "each on its own" in message
 
@@ -607,7 +597,7 @@ def test_a_network_without_layers_to_decide_keeps_what_it_has() -> None:
     table = rw.build_table(nn.Sequential(nn.BatchNorm1d(3)))
     for search in SEARCHES:
         assert rw.allocate(table, rw.Budget(params=1.0), search=search).after.params == 6
-        assert stated(sentence(lambda s=search: rw.allocate(table, rw.Budget(params=0.5), search=s)))[0] == 6
+        assert stated(check_sentence(lambda s=search: rw.allocate(table, rw.Budget(params=0.5), search=s)))[0] == 6
 
 
 # ---- exact, evaluated only where asked -------------------------------------------------------------------
@@ -687,7 +677,7 @@ def test_a_layer_never_called_is_left_alone_by_macs_and_shrinks_by_params(
     table = rw.build_table(*wide)
     by_macs = rw.allocate(table, rw.Budget(macs=0.4), search=search)
     assert "spare" in {s.name for s in by_macs.kept}
-    least, _ = stated(sentence(lambda: rw.allocate(table, rw.Budget(params=2, macs=1.0), search=search)))
+    least, _ = stated(check_sentence(lambda: rw.allocate(table, rw.Budget(params=2, macs=1.0), search=search)))
     both = rw.allocate(table, rw.Budget(params=least, macs=1.0), search=search)
     spare = {c.name: c.after for c in both.choices}["spare"]
     assert spare.macs == 0
@@ -766,7 +756,7 @@ def test_every_method_keeps_its_budget(anything: tuple[nn.Module, rw.Table], met
     ],
 )
 def test_settings_are_strict(changes: dict[str, Any], named: str) -> None:
-    assert named in sentence(lambda: rw.allocate(table_of(0), rw.Budget(params=0.9), **changes))
+    assert named in check_sentence(lambda: rw.allocate(table_of(0), rw.Budget(params=0.9), **changes))
 
 
 @pytest.mark.parametrize(

@@ -24,18 +24,9 @@ from rankwise.cost import Option, divisors, groups_for, real_groups, slice_width
 from rankwise.fold import all_folds, fold_for, kernel_sides
 from rankwise.measure import FROM_SPECTRA, MEASURES
 from rankwise.table import _checksum
+from sentences import check_sentence
 
 FIXTURE_OK = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-
-
-def sentence(call: Callable[[], Any]) -> str:
-    """The message of the RankwiseError that `call` must raise: one line, not empty."""
-    with pytest.raises(rw.RankwiseError) as caught:
-        call()
-    message = str(caught.value)
-    assert message.strip()
-    assert "\n" not in message
-    return message
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -234,20 +225,20 @@ def test_every_fold_is_its_own_name(dims: int) -> None:
     "asked", [4, -1, True, "x", "f", "fhw", "c│f", "f│c│h", "fhh│c", "fx│c", "f│cf", "", None, 1.0, [], [[0]], object()]
 )
 def test_unknown_folds_are_refused(model: nn.Module, asked: Any) -> None:
-    assert "fold" in sentence(lambda: rw.build_table(model, folds=asked))
+    assert "fold" in check_sentence(lambda: rw.build_table(model, folds=asked))
 
 
 @pytest.mark.parametrize("asked", [0, -1, True, "x", "", None, 1.0, [], [0], [1, None], ["1"], [[1]], object()])
 def test_unknown_groups_are_refused(model: nn.Module, asked: Any) -> None:
-    assert "groups" in sentence(lambda: rw.build_table(model, groups=asked))
+    assert "groups" in check_sentence(lambda: rw.build_table(model, groups=asked))
 
 
 def test_a_table_says_what_it_does_not_have(model: nn.Module) -> None:
     narrow = rw.build_table(model, EXAMPLE, folds=0, groups=[1, 2])
     budget = rw.Budget(params=0.8)
-    assert "fhw│c" in sentence(lambda: rw.allocate(narrow, budget, folds=3))
-    assert "slices" in sentence(lambda: rw.allocate(narrow, budget, groups=6))
-    assert "groups='any'" in sentence(lambda: rw.allocate(narrow, budget, groups="any"))
+    assert "fhw│c" in check_sentence(lambda: rw.allocate(narrow, budget, folds=3))
+    assert "slices" in check_sentence(lambda: rw.allocate(narrow, budget, groups=6))
+    assert "groups='any'" in check_sentence(lambda: rw.allocate(narrow, budget, groups="any"))
     assert rw.allocate(narrow, budget, folds=0, groups=2).choices
 
 
@@ -311,7 +302,7 @@ def test_saving_twice_gives_the_same_bytes(table: rw.Table, saved: Path, tmp_pat
 def test_a_table_from_a_file_needs_the_model_for_exact(model: nn.Module, saved: Path) -> None:
     alone = rw.Table.load(saved)
     assert rw.allocate(alone, rw.Budget(params=0.7), error="rss").choices
-    message = sentence(lambda: rw.allocate(alone, rw.Budget(params=0.7), error="exact", search="minimax"))
+    message = check_sentence(lambda: rw.allocate(alone, rw.Budget(params=0.7), error="exact", search="minimax"))
     assert "Table.load(path, model)" in message
     assert rw.allocate(rw.Table.load(saved, model), rw.Budget(params=0.7), error="exact").choices
 
@@ -320,7 +311,7 @@ def test_one_changed_weight_makes_a_table_stale(saved: Path) -> None:
     model = network()
     with torch.no_grad():
         model[1].weight.view(-1)[7] = torch.nextafter(model[1].weight.view(-1)[7], torch.tensor(9.0))
-    assert "stale" in sentence(lambda: rw.Table.load(saved, model))
+    assert "stale" in check_sentence(lambda: rw.Table.load(saved, model))
 
 
 def test_a_changed_bias_does_not(saved: Path) -> None:
@@ -343,14 +334,14 @@ def test_a_changed_bias_does_not(saved: Path) -> None:
     ids=["dtype", "architecture", "missing", "width", "no weight", "weight None"],
 )
 def test_a_table_of_another_model_is_refused(saved: Path, other: nn.Module, named: str) -> None:
-    assert named in sentence(lambda: rw.Table.load(saved, other))
+    assert named in check_sentence(lambda: rw.Table.load(saved, other))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0005, 0.01, 0.3, 0.9, 0.9999])
 def test_a_truncated_table_is_refused(saved: Path, tmp_path: Path, share: float) -> None:
     data = saved.read_bytes()
     (tmp_path / "part").write_bytes(data[: int(share * len(data))])
-    assert "part" in sentence(lambda: rw.Table.load(tmp_path / "part"))
+    assert "part" in check_sentence(lambda: rw.Table.load(tmp_path / "part"))
 
 
 @pytest.mark.parametrize(
@@ -359,30 +350,30 @@ def test_a_truncated_table_is_refused(saved: Path, tmp_path: Path, share: float)
 )
 def test_garbage_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "junk").write_bytes(content)
-    assert "junk" in sentence(lambda: rw.Table.load(tmp_path / "junk"))
+    assert "junk" in check_sentence(lambda: rw.Table.load(tmp_path / "junk"))
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    assert "not a file" in sentence(lambda: rw.Table.load(tmp_path))
-    assert "not a file" in sentence(lambda: rw.Table.load(tmp_path / "absent"))
+    assert "not a file" in check_sentence(lambda: rw.Table.load(tmp_path))
+    assert "not a file" in check_sentence(lambda: rw.Table.load(tmp_path / "absent"))
 
 
 def test_another_safetensors_file_is_no_table(tmp_path: Path) -> None:
     save_file({"0": np.zeros(3)}, tmp_path / "a")
     save_file({"0": np.zeros(3)}, tmp_path / "b", metadata={"format": "pt"})
     for name in ("a", "b"):
-        assert "not a rankwise table" in sentence(lambda n=name: rw.Table.load(tmp_path / n))
+        assert "not a rankwise table" in check_sentence(lambda n=name: rw.Table.load(tmp_path / n))
 
 
 def test_a_newer_format_says_so(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "new").write_bytes(edited(saved.read_bytes(), lambda body: body.update(format=2)))
-    assert "upgrade" in sentence(lambda: rw.Table.load(tmp_path / "new"))
+    assert "upgrade" in check_sentence(lambda: rw.Table.load(tmp_path / "new"))
 
 
 def test_a_table_cannot_be_saved_where_there_is_no_folder(table: rw.Table, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "absent" / "t", tmp_path / "file" / "t", tmp_path, tmp_path / ("n" * 300), Path(".")):
-        assert "could not be written" in sentence(lambda p=path: table.save(p))
+        assert "could not be written" in check_sentence(lambda p=path: table.save(p))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
@@ -504,6 +495,6 @@ def test_a_write_that_fails_leaves_the_old_table(
     for name in ("replace", "fsync"):
         with monkeypatch.context() as patch:
             patch.setattr(jsonio.os, name, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-            assert "No space left" in sentence(lambda: table.save(path))
+            assert "No space left" in check_sentence(lambda: table.save(path))
         assert path.read_bytes() == saved.read_bytes()
         assert [p.name for p in tmp_path.iterdir()] == ["t"]

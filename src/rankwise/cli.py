@@ -10,11 +10,11 @@ import typer
 from torch import Tensor, nn
 
 from rankwise import checkpoint, networks, show
-from rankwise.budget import Budget
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
 from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
+from rankwise.flags import example_for, read_budget, read_folds, read_groups, side_of
 from rankwise.forward import run_example, undisturbed
 from rankwise.layer import Coverage
 from rankwise.methods import METHODS, settings_for, table_for
@@ -119,7 +119,13 @@ def compress(
     """Plan, decompose, write a folder, and read it back before saying done."""
     if out is None and not dry_run:
         raise RankwiseError("no folder was given to write to: add --out DIR, or --dry-run to see the plan only")
-    changes = {"error": error, "search": search, "seed": seed, "groups": _groups(groups), "folds": _folds(folds)}
+    changes = {
+        "error": error,
+        "search": search,
+        "seed": seed,
+        "groups": read_groups(groups),
+        "folds": read_folds(folds),
+    }
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
     moments = None
@@ -129,7 +135,7 @@ def compress(
         settings = settings_for(method, **changes)
         images = None
         if data is not None and set(settings.schemes) - {"svd"}:
-            images = load_data(data, "train", size=_side(example)).thin(calibrate)
+            images = load_data(data, "train", size=side_of(example)).thin(calibrate)
         with show.progress("layers") as report:
             table = table_for(network, coverage, settings, images, report)
         found = find_plan(table, read_budget(keep, budget), settings, method, model)
@@ -140,7 +146,7 @@ def compress(
     small = apply_plan(network, found, moments)
     scores = None
     if data is not None:
-        test = load_data(data, split, size=_side(example))
+        test = load_data(data, split, size=side_of(example))
         scores = {"before": score(network, test).to_json(), "after": score(small, test).to_json()}
     verified = None
     if out is not None and not dry_run:
@@ -204,40 +210,6 @@ def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
     return network.eval()
 
 
-def example_for(spec: str, shape: str | None, network: nn.Module) -> Tensor | None:
-    """A seeded random input of the shape that was asked for, or of the network's own; None if nobody knows."""
-    if shape is None:
-        sizes = networks.default_input(spec)
-    else:
-        parts = shape.replace("x", ",").split(",")
-        if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
-            raise RankwiseError(f"--input {shape} is not a shape: give whole numbers such as 1,3,224,224")
-        sizes = tuple(int(p) for p in parts)
-    if sizes is None:
-        return None
-    dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def read_budget(keep: float | None, parts: list[str] | None) -> Budget:
-    values: dict[str, float] = {} if keep is None else {"params": keep}
-    for part in parts or []:
-        unit, _, text = part.partition("=")
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if unit not in Budget.__dataclass_fields__ or value != value:
-            known = " or ".join(f"{u}=VALUE" for u in Budget.__dataclass_fields__)
-            raise RankwiseError(f"--budget {part} is not understood: give {known}, such as macs=0.5")
-        if unit in values:
-            raise RankwiseError(f"the budget for {unit} was given twice: give it once")
-        values[unit] = value
-    if not values:
-        raise RankwiseError("no budget was given: add --keep 0.4, or --budget macs=0.5")
-    return Budget(**values)
-
-
 def check_coverage(coverage: Coverage, strict: bool) -> None:
     compressed = [s.name for s in coverage.skipped if s.reason == COMPRESSED]
     if compressed:
@@ -275,29 +247,6 @@ def _tensors(output: Any) -> list[Tensor]:
         return [output]
     items = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
     return [t for item in items for t in _tensors(item)]
-
-
-def _side(example: Tensor | None) -> int | None:
-    """The side of square images; None lets the data decide."""
-    if example is None:
-        return None
-    shape = example.shape
-    return int(shape[-1]) if example.dim() == 4 and shape[-1] == shape[-2] else None
-
-
-def _groups(text: str | None) -> str | list[int] | None:
-    if text is None or text in ("all", "any"):
-        return text
-    parts = text.split(",")
-    if not all(p.strip().isdigit() for p in parts):
-        raise RankwiseError(f"--groups {text} is not understood: give all, any, a number or a list such as 1,2,4")
-    return [int(p) for p in parts]
-
-
-def _folds(text: str | None) -> str | list[str | int] | None:
-    if text is None or text == "all":
-        return text
-    return [int(p) if p.strip().isdigit() else p.strip() for p in text.split(",")]
 
 
 def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: dict[str, Any]) -> None:

@@ -1,0 +1,67 @@
+"""What the command line's flags mean: text → shapes, budgets, folds and slices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rankwise import networks
+from rankwise.budget import Budget
+from rankwise.errors import RankwiseError
+
+
+def example_for(spec: str, shape: str | None, network: nn.Module) -> Tensor | None:
+    """A seeded random input of the shape that was asked for, or of the network's own; None if nobody knows."""
+    if shape is None:
+        sizes = networks.default_input(spec)
+    else:
+        parts = shape.replace("x", ",").split(",")
+        if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+            raise RankwiseError(f"--input {shape} is not a shape: give whole numbers such as 1,3,224,224")
+        sizes = tuple(int(p) for p in parts)
+    if sizes is None:
+        return None
+    dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def read_budget(keep: float | None, parts: list[str] | None) -> Budget:
+    values: dict[str, float] = {} if keep is None else {"params": keep}
+    for part in parts or []:
+        unit, _, text = part.partition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if unit not in Budget.__dataclass_fields__ or value != value:
+            known = " or ".join(f"{u}=VALUE" for u in Budget.__dataclass_fields__)
+            raise RankwiseError(f"--budget {part} is not understood: give {known}, such as macs=0.5")
+        if unit in values:
+            raise RankwiseError(f"the budget for {unit} was given twice: give it once")
+        values[unit] = value
+    if not values:
+        raise RankwiseError("no budget was given: add --keep 0.4, or --budget macs=0.5")
+    return Budget(**values)
+
+
+def side_of(example: Tensor | None) -> int | None:
+    """The side of square images; None lets the data decide."""
+    if example is None:
+        return None
+    shape = example.shape
+    return int(shape[-1]) if example.dim() == 4 and shape[-1] == shape[-2] else None
+
+
+def read_groups(text: str | None) -> str | list[int] | None:
+    if text is None or text in ("all", "any"):
+        return text
+    parts = text.split(",")
+    if not all(p.strip().isdigit() for p in parts):
+        raise RankwiseError(f"--groups {text} is not understood: give all, any, a number or a list such as 1,2,4")
+    return [int(p) for p in parts]
+
+
+def read_folds(text: str | None) -> str | list[str | int] | None:
+    if text is None or text == "all":
+        return text
+    return [int(p) if p.strip().isdigit() else p.strip() for p in text.split(",")]
