@@ -48,3 +48,15 @@ def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(plan, rw.Plan)
     assert sum(p.numel() for p in small.parameters()) == plan.after.params <= 0.4 * plan.before.params
     assert (tmp_path / "out" / "plan.json").is_file()
+
+
+def test_a_compressed_network_exports() -> None:
+    """Plain modules: torch.export takes them, the grouped linear layer included."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 32)).eval()
+    x = torch.randn(2, 4, 8, 8)
+    small, plan = rw.compress(model, x, method="alds-error", groups=4, keep=0.6)
+    assert any(isinstance(m, rw.GroupedLinear) for m in small.modules())
+    assert plan.choices
+    program = torch.export.export(small, (x,))
+    torch.testing.assert_close(program.module()(x), small(x))
