@@ -498,3 +498,15 @@ def test_a_write_that_fails_leaves_the_old_table(
             assert "No space left" in check_sentence(lambda: table.save(path))
         assert path.read_bytes() == saved.read_bytes()
         assert [p.name for p in tmp_path.iterdir()] == ["t"]
+
+
+def test_exact_refuses_weights_that_were_trained_since() -> None:
+    """The other measures live from the spectra; `exact` would mix the new weights with the old norms."""
+    model = network()
+    table = rw.build_table(model, folds=(0,), groups=[1, 2])
+    assert rw.allocate(table, rw.Budget(params=0.7), method="alds", groups=[1, 2], error="exact").choices
+    with torch.no_grad():
+        model[0].weight += 0.1
+    assert "stale" in check_sentence(
+        lambda: rw.allocate(table, rw.Budget(params=0.6), method="alds", groups=[1, 2], error="exact")
+    )

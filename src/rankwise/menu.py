@@ -35,8 +35,10 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Offer:
-    """An option of a layer: its cost for one rank, its error by rank, the largest rank worth having, and what it
-    costs beside its rank."""
+    """An option of a layer: its cost for one rank, its error by rank, the largest rank worth having.
+
+    `fixed` is what it costs beside its rank.
+    """
 
     option: Option
     unit: tuple[int, ...]

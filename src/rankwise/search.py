@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from rankwise import allocate
-from rankwise.allocate import Solution
+from rankwise.allocate import Solution, alternate, constant, minimax
 from rankwise.budget import Budget
 from rankwise.cost import SCHEMES, Cost, fixed_cost, unit_cost
 from rankwise.errors import RankwiseError
@@ -56,6 +55,8 @@ def find_plan(table: Table, budget: Budget, settings: Settings, method: str, mod
     """The plan that the search finds; never above the budget, and an error if nothing fits it."""
     if not isinstance(budget, Budget):
         raise RankwiseError(f"a Budget is needed, and {budget!r} was given: for instance Budget(params=0.4)")
+    if settings.error == "exact" and table.weights is not None:
+        table.check(table.weights)  # trained since, it would mix new weights with old spectra
     coverage = table.coverage
     limits = budget.limits(coverage)
     whole = {"params": coverage.params, "macs": coverage.macs or 0}
@@ -80,14 +81,14 @@ def find_plan(table: Table, budget: Budget, settings: Settings, method: str, mod
 
 def run_search(offered: list[Menu], room: Sequence[int], settings: Settings) -> Solution | None:
     if settings.search == "alternate":
-        return allocate.alternate(offered, room, settings.seed, settings.starts)
+        return alternate(offered, room, settings.seed, settings.starts)
     if settings.search == "minimax":
-        return allocate.minimax(offered, room)
+        return minimax(offered, room)
     if settings.search == "sum":
         return least_sum(offered, room)
     if settings.search == "penalty":
         return penalty(offered, room)
-    return product(offered, room) if settings.search == "product" else allocate.constant(offered, room)
+    return product(offered, room) if settings.search == "product" else constant(offered, room)
 
 
 def _plain(value: Any) -> Any:
