@@ -380,7 +380,7 @@ def test_a_table_cannot_be_saved_where_there_is_no_folder(table: rw.Table, tmp_p
 # Damage: whatever is changed, either nothing of meaning was, or it is one sentence.
 
 
-def same_or_refused(path: Path, table: rw.Table) -> None:
+def check_same_or_refused(path: Path, table: rw.Table) -> None:
     try:
         again = rw.Table.load(path)
     except rw.RankwiseError as err:
@@ -400,7 +400,7 @@ def test_a_flipped_byte_is_noticed(data: st.DataObject, table: rw.Table, saved: 
     where = data.draw(st.one_of(st.integers(0, size - 1), st.integers(0, len(content) - 1)))
     content[where] = data.draw(st.integers(0, 255))
     (tmp_path / "damaged").write_bytes(content)
-    same_or_refused(tmp_path / "damaged", table)
+    check_same_or_refused(tmp_path / "damaged", table)
 
 
 json_values = st.recursive(
@@ -454,7 +454,7 @@ def damage(draw: st.DrawFn, body: dict[str, Any]) -> Any:
 @given(data=st.data())
 def test_a_damaged_header_is_refused(data: st.DataObject, table: rw.Table, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "damaged").write_bytes(edited(saved.read_bytes(), lambda body: data.draw(damage(body))))
-    same_or_refused(tmp_path / "damaged", table)
+    check_same_or_refused(tmp_path / "damaged", table)
 
 
 @pytest.mark.parametrize("value", [{}, [], None, 0, -1, "x", 2.5, 10**25, "\ud800"], ids=repr)
