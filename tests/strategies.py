@@ -25,7 +25,7 @@ TRANSPOSED = ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 LINEAR = ("Linear", "Conv1D") if find_spec("transformers") else ("Linear",)
 KINDS = (*LINEAR, *CONVS, *TRANSPOSED)
 # Methods that look at the weights alone; the others have tests of their own.
-DATA_FREE = sorted(name for name, method in METHODS.items() if method.settings.schemes == ("svd",))
+DATA_FREE = sorted(name for name, method in METHODS.items() if method.settings.decompositions == ("svd",))
 
 Case = tuple[nn.Module, Tensor]
 

@@ -118,7 +118,7 @@ def test_the_whole_job(budget: dict[str, Any], tmp_path: Path) -> None:
     model, x = network(), inputs()
     small, plan = rw.compress(model, x[:1], method="pca", data=[x], **budget)
     assert plan.choices
-    assert {c.scheme for c in plan.choices} == {"pca"}
+    assert {c.decomposition for c in plan.choices} == {"pca"}
     assert sum(p.numel() for p in small.parameters()) == plan.after.params
     for unit, limit in (("params", budget.get("keep")), ("macs", budget.get("macs"))):
         assert limit is None or plan.keep(unit) <= limit
@@ -169,14 +169,14 @@ def test_without_data_one_sentence() -> None:
         rw.compress(model, x[:1], method="pca", error="bound", keep=0.5, data=[x])
 
 
-def test_schemes_compete_on_one_measure() -> None:
+def test_decompositions_compete_on_one_measure() -> None:
     """Weight energy is known for both: the search may choose among folds, slices and components for each layer."""
     model, x = network(), inputs()
     table = rw.build_table(model, x[:1], data=[x])
-    both = rw.allocate(table, rw.Budget(params=0.5), schemes=("svd", "pca"))
+    both = rw.allocate(table, rw.Budget(params=0.5), decompositions=("svd", "pca"))
     alone = rw.allocate(table, rw.Budget(params=0.5))
     assert both.search["objective"] <= alone.search["objective"] + 1e-12
-    assert {c.scheme for c in alone.choices} == {"svd"}
+    assert {c.decomposition for c in alone.choices} == {"svd"}
 
 
 def test_a_layer_that_the_data_does_not_reach_stays() -> None:

@@ -32,10 +32,10 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
     pairs = {name: mark for name, module in model.named_modules() if (mark := mark_of(module)) is not None}
     for choice in plan.choices:
         mark = mark_of(modules[choice.name]) if choice.name in modules else None
-        if mark is None or (mark["fold"], mark["slices"], mark["scheme"], mark["rank"]) != (
+        if mark is None or (mark["fold"], mark["slices"], mark["decomposition"], mark["rank"]) != (
             choice.fold,
             choice.groups,
-            choice.scheme,
+            choice.decomposition,
             choice.rank,
         ):
             raise RankwiseError(

@@ -96,9 +96,11 @@ def compress(
     calibrate: Annotated[
         int, typer.Option("--calibrate", metavar="N", help="Training images for methods that look at activations.")
     ] = 256,
-    error: Annotated[str | None, typer.Option("--error", help="bound, rss, max, exact, energy or residual.")] = None,
+    error: Annotated[
+        str | None, typer.Option("--error", help="bound, rss, max, exact, energy, residual or output.")
+    ] = None,
     search: Annotated[
-        str | None, typer.Option("--search", help="alternate, minimax, sum, penalty or constant.")
+        str | None, typer.Option("--search", help="alternate, minimax, sum, penalty, product or constant.")
     ] = None,
     groups: Annotated[
         str | None, typer.Option("--groups", metavar="K", help="all, any, a number or a list such as 1,2,4.")
@@ -134,7 +136,7 @@ def compress(
         check_coverage(coverage, strict)
         settings = settings_for(method, **changes)
         images = None
-        if data is not None and set(settings.schemes) - {"svd"}:
+        if data is not None and set(settings.decompositions) - {"svd"}:
             images = load_data(data, "train", size=side_of(example)).thin(calibrate)
         with show.progress("layers") as report:
             table = table_for(network, coverage, settings, images, report)

@@ -1,8 +1,8 @@
 """Sizes of options: how many params and macs one rank costs, before anything is built.
 
 Conventions: one multiply-add is one mac; biases are not counted as macs; both equal torch's own numbers
-(`sum(p.numel())`, and `torch.utils.flop_counter` halved). Both are linear in the rank, so an option is
-described by its cost for one rank.
+(`sum(p.numel())`, and `torch.utils.flop_counter` halved). Both are a multiple of the rank, plus a
+constant for some options, so an option is described by its cost for one rank and what it costs beside.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rankwise.errors import RankwiseError
-from rankwise.fold import fold_for, folds_for, kernel_sides
+from rankwise.fold import folds_for, kernel_sides
 from rankwise.layer import Call, Layer
 
 
@@ -20,15 +20,15 @@ from rankwise.layer import Call, Layer
 class Option:
     """A fold, the number of slices of consecutive input channels, and how the factors are found.
 
-    `scheme` is "svd" (from the weight alone) or "pca" (from the layer's outputs over calibration data).
+    `decomposition` is "svd" (from the weight alone) or "pca" (from the layer's outputs over calibration data).
     """
 
     fold: str
     groups: int
-    scheme: str = "svd"
+    decomposition: str = "svd"
 
 
-SCHEMES = ("svd", "pca")
+DECOMPOSITIONS = ("svd", "pca")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def groups_for(groups: str | int | Iterable[int], layer: Layer) -> list[int]:
 
 def full_rank(layer: Layer, option: Option) -> int:
     """The rank at which the pair is the same function as the layer."""
-    if option.scheme == "pca":
+    if option.decomposition == "pca":
         return layer.group_filters
     left, right = kernel_sides(option.fold)
     rows = layer.group_filters * math.prod(layer.kernel[a] for a in left)
@@ -113,17 +113,14 @@ def unit_cost(layer: Layer, option: Option) -> Cost:
 
 def fixed_cost(layer: Layer, option: Option) -> Cost:
     """What a pair costs beside its rank: principal components need a bias for the mean, also where there was none."""
-    bias = layer.filters if option.scheme == "pca" and not layer.bias else 0
+    bias = layer.filters if option.decomposition == "pca" and not layer.bias else 0
     return Cost(bias, None if layer.calls is None else 0)
 
 
 def options_for(
-    layer: Layer,
-    folds: str | int | Iterable[str | int],
-    groups: str | int | Iterable[int],
-    schemes: Iterable[str] = ("svd",),
+    layer: Layer, folds: str | int | Iterable[str | int], groups: str | int | Iterable[int]
 ) -> list[Option]:
-    """The options to consider for a layer.
+    """The options to consider for a layer, from its weight alone.
 
     Folds that differ only along kernel axes of size 1 give the same matrix. Only one of them is offered:
     the one with the fewest macs (a stride is best applied early, an upsampling late).
@@ -133,8 +130,7 @@ def options_for(
         key = tuple(a for a in kernel_sides(fold)[0] if layer.kernel[a] > 1)
         if key not in best or _fewer_macs(layer, fold, best[key]):
             best[key] = fold
-    found = [Option(fold, k) for fold in best.values() for k in groups_for(groups, layer)] if "svd" in schemes else []
-    return [*found, Option(fold_for(0, layer.dims), 1, "pca")] if "pca" in schemes else found
+    return [Option(fold, k) for fold in best.values() for k in groups_for(groups, layer)]
 
 
 def _fewer_macs(layer: Layer, fold: str, other: str) -> bool:

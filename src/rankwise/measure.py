@@ -1,4 +1,4 @@
-"""Error measures: five ways to say how wrong a layer is at a rank, all from one set of spectra.
+"""Error measures: how wrong a layer is at a rank, nearly all from one set of spectra.
 
 Each gives an array whose entry j is the relative error at rank j; it falls as j rises and ends with 0.
 With σ_{i,j+1} the first singular value that slice i drops, and W the matrix of the fold:
@@ -9,7 +9,7 @@ With σ_{i,j+1} the first singular value that slice i drops, and W the matrix of
     exact   ‖W − Ŵ‖₂ / ‖W‖₂                the operator norm itself, from the weights, entry by entry
     energy  Σᵢ Σ_{m>j} σ²_{i,m} / ‖W‖²_F   exactly ‖W − Ŵ‖²_F / ‖W‖²_F
 
-`output` needs calibration data, and so far the scheme `pca`: the share of the outputs' variance that is lost.
+`output` needs calibration data, and so far the decomposition `pca`: the share of the outputs' variance that is lost.
 One more is not relative; `l-rank` weighs it against the cost:
 
     residual  Σᵢ Σ_{m>j} σ²_{i,m}           ‖W − Ŵ‖²_F

@@ -128,13 +128,13 @@ def menus(
     measure: str,
     folds: object = "all",
     groups: object = "all",
-    schemes: tuple[str, ...] = ("svd",),
+    decompositions: tuple[str, ...] = ("svd",),
 ) -> list[Menu]:
-    """A menu for every layer of the table, with the options that `folds`, `groups` and `schemes` allow."""
-    key = ("menus", units, measure, repr(folds), repr(groups), schemes)
+    """A menu for every layer of the table, with the options that `folds`, `groups` and `decompositions` allow."""
+    key = ("menus", units, measure, repr(folds), repr(groups), decompositions)
     if key not in table.cache:
         table.cache[key] = [
-            _menu(table, layer, units, measure, _wanted(table, layer, folds, groups, schemes))
+            _menu(table, layer, units, measure, _wanted(table, layer, folds, groups, decompositions))
             for layer in table.coverage.layers
         ]
     return table.cache[key]  # type: ignore[no-any-return]
@@ -156,17 +156,17 @@ def _menu(table: Table, layer: Layer, units: tuple[str, ...], measure: str, opti
     return Menu(layer, tuple(offers), Point(dense, 0.0, None, 0))
 
 
-def _wanted(table: Table, layer: Layer, folds: object, groups: object, schemes: tuple[str, ...]) -> list[Option]:
+def _wanted(table: Table, layer: Layer, folds: object, groups: object, decompositions: tuple[str, ...]) -> list[Option]:
     """The table's options for a layer, narrowed to those a method asks for."""
     everything = table.options(layer)
-    other = [o for o in everything if o.scheme != "svd" and o.scheme in schemes]
-    missing = set(schemes) - {o.scheme for o in everything}
+    other = [o for o in everything if o.decomposition != "svd" and o.decomposition in decompositions]
+    missing = set(decompositions) - {o.decomposition for o in everything}
     if missing and everything:
         raise RankwiseError(
             f"the table has no {missing.pop()!r} for layer {layer.name!r}: build it with calibration data (data=)"
         )
-    slices = [o for o in everything if o.scheme == "svd"]
-    return [*_narrowed(slices, layer, folds, groups), *other] if "svd" in schemes else other
+    slices = [o for o in everything if o.decomposition == "svd"]
+    return [*_narrowed(slices, layer, folds, groups), *other] if "svd" in decompositions else other
 
 
 def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object) -> list[Option]:

@@ -63,7 +63,7 @@ METHODS: dict[str, Method] = _register(
     Method(
         "pca",
         "principal components of the outputs over calibration data, largest product of energies",
-        replace(_ONE, error="output", search="product", schemes=("pca",)),
+        replace(_ONE, error="output", search="product", decompositions=("pca",)),
     ),
     Method("auto", "the best we know without data: least total energy, all folds and slices", Settings()),
 )
@@ -95,10 +95,10 @@ def build_table(
 ) -> Table:
     """The spectra of every layer of a model; `example` is needed for budgets in macs.
 
-    With calibration `data` (any iterable of inputs) the scheme `pca` is offered too.
+    With calibration `data` (any iterable of inputs) the decomposition `pca` is offered too.
     """
     coverage = find_layers(model, example, exclude)
-    settings = Settings(folds=folds, groups=groups, schemes=("svd",) if data is None else ("svd", "pca"))
+    settings = Settings(folds=folds, groups=groups, decompositions=("svd",) if data is None else ("svd", "pca"))
     return table_for(model, coverage, settings, data, progress)
 
 
@@ -106,15 +106,15 @@ def table_for(
     model: nn.Module, coverage: Coverage, settings: Settings, data: Any = None, progress: Progress | None = None
 ) -> Table:
     """What the settings need: spectra of the weights, and components of the outputs over the data."""
-    needs_data = [scheme for scheme in settings.schemes if scheme != "svd"]
+    needs_data = [decomposition for decomposition in settings.decompositions if decomposition != "svd"]
     if needs_data and data is None:
         raise RankwiseError(
             f"{needs_data[0]!r} looks at what flows through the layers, and no calibration data was given: "
             f"pass data= (on the command line: --data)"
         )
     weights = module_weights(model, coverage)
-    table = build(coverage, weights, settings.folds, settings.groups, progress, settings.schemes)
-    if "pca" in settings.schemes:
+    table = build(coverage, weights, settings.folds, settings.groups, progress, settings.decompositions)
+    if "pca" in settings.decompositions:
         table.moments = output_moments(model, data, coverage.layers)
         for layer in coverage.layers:
             seen = table.moments[layer.name]

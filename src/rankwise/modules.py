@@ -143,7 +143,7 @@ def build_pair(layer: Layer, option: Option, rank: int, like: nn.Module) -> nn.S
     width = slice_width(layer.group_channels, option.groups)
     slices = layer.groups * option.groups
     wide, middle = slices * width, slices * rank
-    bias = layer.bias or option.scheme == "pca"  # principal components need one for the mean
+    bias = layer.bias or option.decomposition == "pca"  # principal components need one for the mean
     old: Any = like
     where = {"device": old.weight.device, "dtype": old.weight.dtype}
     parts: OrderedDict[str, nn.Module] = OrderedDict()
@@ -166,7 +166,11 @@ def build_pair(layer: Layer, option: Option, rank: int, like: nn.Module) -> nn.S
     if bias:
         _bias(pair.decoder).requires_grad_((old.bias if layer.bias else old.weight).requires_grad)
     plain = {k: v for k, v in asdict(layer).items() if k not in ("name", "calls", "aliases")}
-    setattr(pair, MARK, {**plain, "fold": option.fold, "slices": option.groups, "scheme": option.scheme, "rank": rank})
+    setattr(
+        pair,
+        MARK,
+        {**plain, "fold": option.fold, "slices": option.groups, "decomposition": option.decomposition, "rank": rank},
+    )
     return pair
 
 
@@ -197,10 +201,10 @@ def fill_pair_(
 ) -> None:
     """Write the factors of the old module's weight, and its bias, into the pair.
 
-    `moments` has the mean (1, f) and covariance (1, f, f) of the layer's outputs, for the scheme `pca`.
+    `moments` has the mean (1, f) and covariance (1, f, f) of the layer's outputs, for the decomposition `pca`.
     """
     bias = old.bias
-    if option.scheme == "pca":
+    if option.decomposition == "pca":
         assert moments is not None, "surgery has refused a pca choice without moments"
         left, right, bias = pca.factors(old.weight, bias, layer, moments.mean[0], moments.covariance[0], rank)
     else:
@@ -220,7 +224,7 @@ def fill_pair_(
 def merge_pair(pair: nn.Sequential) -> nn.Module:
     """The single module that a pair stands for: original kind, shape, dtype and state."""
     mark = dict(mark_of(pair) or {})
-    option, rank = Option(mark.pop("fold"), mark.pop("slices"), mark.pop("scheme")), mark.pop("rank")
+    option, rank = Option(mark.pop("fold"), mark.pop("slices"), mark.pop("decomposition")), mark.pop("rank")
     layer = replace(Layer(name="", **mark), bias=getattr(pair.decoder, "bias", None) is not None)
     encoder, decoder = _part_weight(pair, "encoder"), _part_weight(pair, "decoder")
     first, second = _sublayers(layer, option, rank, pair)

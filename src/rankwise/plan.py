@@ -9,7 +9,7 @@ from typing import Any
 
 from rankwise import jsonio
 from rankwise.budget import Budget
-from rankwise.cost import SCHEMES, Cost, Option, full_rank, real_groups
+from rankwise.cost import DECOMPOSITIONS, Cost, Option, full_rank, real_groups
 from rankwise.errors import RankwiseError
 from rankwise.fold import all_folds
 from rankwise.layer import Layer, Skipped
@@ -31,11 +31,11 @@ class Choice:
     error: dict[str, float]
     before: Cost
     after: Cost
-    scheme: str = "svd"
+    decomposition: str = "svd"
 
     @property
     def option(self) -> Option:
-        return Option(self.fold, self.groups, self.scheme)
+        return Option(self.fold, self.groups, self.decomposition)
 
     def check(self, layer: Layer) -> None:
         """Refuse a decision that does not fit the layer it names."""
@@ -45,13 +45,17 @@ class Choice:
                 f"{self.shape}, and the model as {layer.kind!r} with weight {layer.shape}"
             )
         where = f"layer {self.name!r} of the plan"
-        if self.scheme not in SCHEMES:
-            raise RankwiseError(f"{where} has the unknown scheme {self.scheme!r}: possible are {', '.join(SCHEMES)}")
+        if self.decomposition not in DECOMPOSITIONS:
+            raise RankwiseError(
+                f"{where} has the unknown decomposition {self.decomposition!r}: known are {', '.join(DECOMPOSITIONS)}"
+            )
         folds = all_folds(layer.dims)
         if self.fold not in folds:
             raise RankwiseError(f"{where} has the unknown fold {self.fold!r}: possible are {', '.join(folds)}")
-        if self.scheme == "pca" and (self.fold, self.groups) != (folds[0], 1):
-            raise RankwiseError(f"{where} has the scheme 'pca' with {self.fold}, {self.groups}: it takes {folds[0]}, 1")
+        if self.decomposition == "pca" and (self.fold, self.groups) != (folds[0], 1):
+            raise RankwiseError(
+                f"{where} has the decomposition 'pca' with {self.fold}, {self.groups}: it takes {folds[0]}, 1"
+            )
         channels = layer.group_channels
         if not 1 <= self.groups <= channels or real_groups(channels, self.groups) != self.groups:
             raise RankwiseError(f"{where} cuts {channels} channels into {self.groups} slices, which cannot be done")
@@ -165,7 +169,7 @@ def _read_entry(data: Any, where: str) -> Choice | Skipped:
         error={m: float(jsonio.typed(v, float, f"error {m!r} of {where}")) for m, v in error.items()},
         before=_read_cost(data, "before", where),
         after=_read_cost(data, "after", where),
-        scheme=jsonio.typed(data.get("scheme", "svd"), str, f"'scheme' of {where}"),
+        decomposition=jsonio.typed(data.get("decomposition", "svd"), str, f"'decomposition' of {where}"),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rankwise.allocate import Solution, alternate, constant, minimax
 from rankwise.budget import Budget
-from rankwise.cost import SCHEMES, Cost, fixed_cost, unit_cost
+from rankwise.cost import DECOMPOSITIONS, Cost, fixed_cost, unit_cost
 from rankwise.errors import RankwiseError
 from rankwise.knapsack import least_sum, penalty, product
 from rankwise.layer import Layer, Skipped
@@ -32,7 +32,7 @@ class Settings:
     search: str = "sum"
     seed: int = 0
     starts: int = 15
-    schemes: tuple[str, ...] = ("svd",)
+    decompositions: tuple[str, ...] = ("svd",)
 
     def __post_init__(self) -> None:
         check_measure(self.error)
@@ -42,13 +42,15 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise RankwiseError(f"{name}={value!r} was given, and {name} is a whole number from {least} on")
-        for name in ("folds", "groups", "schemes"):
+        for name in ("folds", "groups", "decompositions"):
             value = getattr(self, name)
             if isinstance(value, Iterable) and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))  # read more than once, and saved with the plan
-        unknown = [scheme for scheme in self.schemes if scheme not in SCHEMES]
-        if unknown or not self.schemes:
-            raise RankwiseError(f"schemes={self.schemes!r} was given: possible are {', '.join(SCHEMES)}")
+        unknown = [decomposition for decomposition in self.decompositions if decomposition not in DECOMPOSITIONS]
+        if unknown or not self.decompositions:
+            raise RankwiseError(
+                f"decompositions={self.decompositions!r} was given: possible are {', '.join(DECOMPOSITIONS)}"
+            )
 
 
 def find_plan(table: Table, budget: Budget, settings: Settings, method: str, model: str = "") -> Plan:
@@ -60,7 +62,7 @@ def find_plan(table: Table, budget: Budget, settings: Settings, method: str, mod
     coverage = table.coverage
     limits = budget.limits(coverage)
     whole = {"params": coverage.params, "macs": coverage.macs or 0}
-    offered = menus(table, budget.units, settings.error, settings.folds, settings.groups, settings.schemes)
+    offered = menus(table, budget.units, settings.error, settings.folds, settings.groups, settings.decompositions)
     fixed = [whole[u] - sum(m.dense.cost[i] for m in offered) for i, u in enumerate(budget.units)]
     room = [limits[u] - f for u, f in zip(budget.units, fixed, strict=True)]
     solution = run_search(offered, room, settings)
@@ -139,7 +141,7 @@ def _entry(table: Table, menu: Menu, point: Point, measure: str) -> Choice | Ski
         fold=point.option.fold,
         groups=point.option.groups,
         rank=point.rank,
-        scheme=point.option.scheme,
+        decomposition=point.option.decomposition,
         error={m: float(e) for m, e in error.items()},
         before=Cost(layer.params, layer.macs),
         after=_cost(layer, point),

@@ -34,7 +34,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None = None) -> nn.Module:
     """A copy of the model with every chosen layer replaced by its pair.
 
-    `moments`, by layer, are what `probe.output_moments` gives; choices of the scheme `pca` need them.
+    `moments`, by layer, are what `probe.output_moments` gives; choices of the decomposition `pca` need them.
     """
     small = copy_model(model)
     apply_plan_(small, plan, moments)
@@ -51,7 +51,7 @@ def replace_layers_(model: nn.Module, plan: Plan, fill: bool, moments: Mapping[s
     layers = match_layers(model, plan)
     if fill:
         for choice, _ in layers:
-            if choice.scheme == "pca" and choice.name not in (moments or {}):
+            if choice.decomposition == "pca" and choice.name not in (moments or {}):
                 raise RankwiseError(
                     f"layer {choice.name!r} of the plan is decomposed by its outputs, which needs calibration data: "
                     f"use compress(..., data=...), or give moments="

@@ -80,13 +80,13 @@ class Table:
             values = self.given[layer.name, option].get(measure)
             if values is None:
                 raise RankwiseError(
-                    f"the scheme {option.scheme!r} has no error by {measure!r}: it has "
+                    f"the decomposition {option.decomposition!r} has no error by {measure!r}: it has "
                     f"{', '.join(self.given[layer.name, option])}"
                 )
             self.cache[key] = Curve(values, values)
         if key not in self.cache:
             if measure == "output":
-                raise RankwiseError("the measure 'output' is known for the scheme 'pca' only: use method='pca'")
+                raise RankwiseError("the measure 'output' is known for the decomposition 'pca' only: use method='pca'")
             self.cache[key] = self._exact(layer, option) if measure == "exact" else self._known(*key)
         return self.cache[key]  # type: ignore[no-any-return]
 
@@ -197,7 +197,7 @@ def build(
     folds: str | int | Iterable[str | int] = "all",
     groups: str | int | Iterable[int] = "all",
     progress: Progress | None = None,
-    schemes: Iterable[str] = ("svd",),
+    decompositions: Iterable[str] = ("svd",),
 ) -> Table:
     """All spectra, one layer at a time; deterministic. Options that need data are added afterwards."""
     # Read once for each layer, so a generator must become a list.
@@ -211,7 +211,7 @@ def build(
         weight = weights[layer.name]
         check_finite(weight, layer.name)
         wanted: dict[str, list[int]] = {}
-        for option in options_for(layer, folds, groups) if "svd" in schemes else ():
+        for option in options_for(layer, folds, groups) if "svd" in decompositions else ():
             wanted.setdefault(option.fold, []).append(option.groups)
         for fold, ks in wanted.items():
             arrays = spectra(weight, layer, fold, sorted({1, *ks}))  # k = 1 holds ‖W‖₂
