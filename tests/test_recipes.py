@@ -104,7 +104,7 @@ def test_every_field_can_be_changed_from_text() -> None:
         (["momentum=0"], "nesterov"),
         (["schedule=warm"], "possible are constant"),
         (["optimizer=lion"], "possible are sgd"),
-        (["augment=all"], "possible are none"),
+        (["augment=all"], "possible are auto"),
         (["precision=int8"], "possible are no"),
         (["nesterov=maybe"], "true or false"),
         (["milestones=3;4"], "list of whole numbers"),

@@ -16,7 +16,7 @@ from rankwise.errors import RankwiseError
 
 OPTIMIZERS = ("sgd", "rmsprop", "adamw")
 SCHEDULES = ("constant", "steps", "every", "polynomial", "cycle")
-AUGMENTS = ("none", "shift", "cifar", "imagenet", "voc")
+AUGMENTS = ("auto", "none", "shift", "cifar", "imagenet", "voc")  # see augment.py
 PRECISIONS = ("no", "bf16", "fp16")
 
 
@@ -56,7 +56,7 @@ class Recipe:
     nesterov: bool = False
     weight_decay: float = 0.0
     label_smoothing: float = 0.0
-    augment: str = "none"
+    augment: str = "auto"
     retrain: int = 0
     retrain_lr: float | None = None
     patience: int = 0
@@ -200,11 +200,11 @@ RECIPES: dict[str, Recipe] = {
         # Ours: few epochs on a CPU. `fast` from scratch, `gentle` for networks that are trained already.
         Recipe(
             "fast", epochs=20, batch_size=64, lr=0.1, warmup=4, schedule="cycle", nesterov=True, weight_decay=5e-4,
-            label_smoothing=0.1, augment="shift", retrain=5,
+            label_smoothing=0.1, augment="auto", retrain=5,
         ),
         Recipe(
             "gentle", epochs=3, batch_size=128, lr=0.02, warmup=0.2, schedule="cycle", nesterov=True,
-            weight_decay=5e-4, augment="cifar", retrain=3,
+            weight_decay=5e-4, augment="auto", retrain=3,
         ),
     )
 }  # fmt: skip
