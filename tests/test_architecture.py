@@ -15,7 +15,7 @@ FLOORS = [
     "table plan budget menu allocate knapsack search",
     "modules forward coverage surgery checkpoint",
     "probe methods",
-    "zoo spec factory weights vision networks images sources data evaluate augment feed recipes train",
+    "zoo spec factory weights vision networks images sources data evaluate augment feed recipes engine state train",
     "results",
     "charts report demo flags show cli __main__ __init__",
 ]
