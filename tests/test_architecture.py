@@ -15,9 +15,10 @@ FLOORS = [
     "table plan budget menu allocate knapsack search",
     "modules forward coverage surgery checkpoint",
     "probe methods",
-    "zoo spec factory weights vision networks images sources data evaluate augment feed recipes engine state train",
-    "results",
-    "charts report demo flags show cli __main__ __init__",
+    "zoo spec factory weights vision networks images sources data evaluate "
+    "augment feed recipes engine state train material",
+    "results pipeline",
+    "charts report demo flags show live train_cli cli __main__ __init__",
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(SOURCE.glob("*.py"))

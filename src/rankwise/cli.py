@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from rankwise import checkpoint, networks, show
+from rankwise import checkpoint, networks, show, train_cli
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
 from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
@@ -137,10 +137,10 @@ def compress(
         settings = settings_for(method, **changes)
         images = None
         if data is not None and set(settings.decompositions) - {"svd"}:
-            images = load_data(data, "train", size=side_of(example)).thin(calibrate)
+            images = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
         with show.progress("layers") as report:
             table = table_for(network, coverage, settings, images, report)
-        found = find_plan(table, read_budget(keep, budget), settings, method, model)
+        found = find_plan(table, read_budget(keep, budget), settings, method, networks.architecture(model))
         moments = table.moments
     else:
         _only_with_a_search(keep, budget, changes)
@@ -203,6 +203,9 @@ def demo(
     terminal = show.console()
     terminal.print(show.rows_grid(result["rows"], result["reference"]))
     terminal.print(f"done: open {result['report']} in a browser")
+
+
+train_cli.register(app)
 
 
 def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
