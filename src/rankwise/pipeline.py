@@ -201,7 +201,8 @@ def _claim(run: Run, engine: Engine) -> dict[str, Any] | None:
         except OSError as err:
             raise RankwiseError(f"the folder {run.out} cannot be made ({err.strerror}): give another --out") from None
         if not run.resume and (path.exists() or (run.out / states.FILE).exists()):
-            what = "a finished training" if path.exists() else "a training that was interrupted"
+            unfinished = (run.out / states.FILE).exists()
+            what = "a training that was interrupted" if unfinished else "a finished training"
             raise RankwiseError(f"{run.out} holds {what}: add --resume to go on with it, or give another --out")
         content = jsonio.read(path) if path.exists() else None
     content = engine.from_first(content)
