@@ -116,6 +116,13 @@ def test_refusals(pairs: list[str], says: str) -> None:
     assert says in check_sentence(lambda: change(RECIPES["fast"], read_changes(pairs)))
 
 
+def test_epochs_take_warmup_and_retraining_along() -> None:
+    assert change(RECIPES["paper:resnet20"], {"epochs": 90}).warmup == 5  # an absolute number in the paper
+    short = change(RECIPES["fast"], read_changes(["epochs=3"]))
+    assert (short.retrain, short.warmup) == (3, pytest.approx(0.6))
+    assert change(RECIPES["fast"], {"epochs": 3, "warmup": 2.0}).warmup == 2.0
+
+
 def test_unknown_recipes() -> None:
     assert "paper:resnet20" in check_sentence(lambda: get_recipe("slow"))
     assert "no 'speed'" in check_sentence(lambda: Recipe.from_json({"speed": 1}))

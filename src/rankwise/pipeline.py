@@ -26,7 +26,7 @@ from rankwise.engine import Engine, make_engine
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate
 from rankwise.material import Material, open_material
-from rankwise.methods import compress
+from rankwise.methods import compress, get_method
 from rankwise.modules import mark_of
 from rankwise.plan import Plan
 from rankwise.recipes import Recipe
@@ -108,6 +108,7 @@ class Rounds:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise RankwiseError(f"{self.count} rounds were asked for: ask for 1 or more")
+        get_method(self.method)
 
 
 def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) -> list[dict[str, Any]]:

@@ -234,8 +234,22 @@ def read_changes(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def change(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
-    """The recipe with some fields replaced; names and types are checked."""
-    return replace(recipe, **{key: _typed(key, value) for key, value in changes.items()})
+    """The recipe with some fields replaced; names and types are checked.
+
+    With other `epochs`, the warm-up of a cycle is stretched alike, and `retrain` is at most that, unless they are
+    given too.
+
+    >>> short = change(RECIPES["fast"], {"epochs": 5})
+    >>> short.warmup, short.retrain
+    (1.0, 5)
+    """
+    new = {key: _typed(key, value) for key, value in changes.items()}
+    epochs = new.get("epochs", recipe.epochs)
+    if epochs != recipe.epochs and epochs >= 0:
+        new.setdefault("retrain", min(recipe.retrain, epochs))
+        if recipe.schedule == new.get("schedule", recipe.schedule) == "cycle":
+            new.setdefault("warmup", recipe.warmup * epochs / max(1, recipe.epochs))
+    return replace(recipe, **new)
 
 
 _KINDS: dict[str, str] = {f.name: str(f.type) for f in fields(Recipe)}
