@@ -16,7 +16,7 @@ FLOORS = [
     "modules forward coverage surgery checkpoint",
     "probe methods",
     "zoo spec factory weights vision networks images sources data evaluate "
-    "augment feed recipes engine state train material",
+    "augment feed recipes engine state train lc material",
     "results pipeline",
     "charts report demo flags show live train_cli cli __main__ __init__",
 ]

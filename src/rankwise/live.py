@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -32,6 +31,7 @@ class Live:
         self.writer: Any = None
         self.runs = 0
         self.last = 0
+        self.began_at: int | None = None
 
     def __enter__(self) -> Live:
         if first_process():
@@ -44,7 +44,6 @@ class Live:
                 self.bar = Progress(*columns, console=self.console, transient=True)
                 self.bar.start()
                 self.task = self.bar.add_task("training", total=None)
-        self.began = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, at: TracebackType | None) -> None:
@@ -56,12 +55,17 @@ class Live:
     def step(self, epoch: int, step: int, steps: int, loss: float, top1: float) -> None:
         if self.bar is None:
             return
+        if self.began_at is None:
+            # A retraining starts late in its recipe: that is no progress, or the time left would be wrong.
+            self.began_at = epoch * steps
+            self.bar.reset(self.task, completed=self.began_at, total=self.recipe.epochs * steps)
         what = f"epoch {epoch + 1}/{self.recipe.epochs} step {step}/{steps} loss {loss:.4f} top-1 {top1:.2f} %"
         self.bar.update(self.task, description=what, completed=epoch * steps + step, total=self.recipe.epochs * steps)
 
     def epoch(self, record: dict[str, Any]) -> None:
         if record["epoch"] <= self.last:
             self.runs += 1  # the next round of `iterate` counts its epochs anew
+            self.began_at = None
         self.last = record["epoch"]
         stop = record.get("stop")
         scored = "" if stop is None else f", stop split: top-1 {stop['top1']:.2f} %, loss {stop['loss']:.4f}"

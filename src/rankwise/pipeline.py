@@ -2,7 +2,8 @@
 
     train      OUT/model.safetensors, whose header names the network, and OUT/row.json
     retrain    OUT/plan.json, OUT/model.safetensors and OUT/row.json
-    iterate    OUT/train (where the network had no weights), OUT/round-1, OUT/round-2 …, each as above
+    iterate    OUT/train (where the network had no weights), OUT/round-1, OUT/round-2 …, each as above;
+               by learning–compression OUT/lc in place of all rounds but the last
 
 While a folder is being worked on it holds state.safetensors; row.json is written last, so it says that all is there.
 With several processes the first one plans and writes.
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 from torch import nn
 
-from rankwise import checkpoint, jsonio, networks
+from rankwise import checkpoint, jsonio, lc, networks
 from rankwise import state as states
 from rankwise.engine import Engine, make_engine
 from rankwise.errors import RankwiseError
@@ -34,9 +35,10 @@ from rankwise.results import provenance, write_row
 from rankwise.spec import parse
 from rankwise.state import State
 from rankwise.surgery import copy_model, densify, replace_layers_
-from rankwise.train import Hooks, Job, Watch, retraining, train_, training
+from rankwise.train import Hooks, Job, Penalty, Watch, retraining, train_, training
 
 ROW = "row.json"
+LOOPS = ("rounds", "lc")
 _WHOLE = {"keep": {"params": 1.0, "macs": 1.0}, "CR-P": 0.0, "CR-F": 0.0}
 
 
@@ -55,8 +57,11 @@ class Run:
     watch: Watch | None = None
 
 
-def train(spec: str, run: Run, weights: Path | None = None) -> dict[str, Any]:
-    """Train the network `spec` from random weights, or from those in a file or a folder; returns the row."""
+def train(spec: str, run: Run, weights: Path | None = None, target: lc.Target | None = None) -> dict[str, Any]:
+    """Train the network `spec` from random weights, or from those in a file or a folder; returns the row.
+
+    With a `target`, by learning–compression: the network ends near one of that size.
+    """
     engine = make_engine(run.recipe.precision)
     done = _claim(run, engine)
     if done is not None:
@@ -74,8 +79,12 @@ def train(spec: str, run: Run, weights: Path | None = None) -> dict[str, Any]:
         raise RankwiseError(f"{spec} is compressed: use `rankwise retrain`")
     name = networks.architecture(spec)
     job = training(run.recipe, run.seed)
-    what = {"kind": "train", "model": name, "weights": None if weights is None else str(weights)}
-    state = _work(model, None, job, what, run, engine, material)
+    what: dict[str, Any] = {"kind": "train", "model": name, "weights": None if weights is None else str(weights)}
+    pulled = None
+    if target is not None:
+        what |= {"kind": "lc", "method": target.method, "target": target.params}
+        pulled = lc.pull(model, target, run.recipe, engine)
+    state = _work(model, None, job, what, run, engine, material, pulled)
     if engine.writes:
         header = {"rankwise": json.dumps({"network": name})}
         jsonio.write_whole(run.out / networks.WEIGHTS, to_safetensors(states.model_tensors(model), metadata=header))
@@ -104,8 +113,11 @@ class Rounds:
     method: str = "auto"
     exclude: tuple[str, ...] = ()
     calibrate: int = 256
+    loop: str = "rounds"
 
     def __post_init__(self) -> None:
+        if self.loop not in LOOPS:
+            raise RankwiseError(f"--loop {self.loop} was given: possible are {', '.join(LOOPS)}")
         if self.count < 1:
             raise RankwiseError(f"{self.count} rounds were asked for: ask for 1 or more")
         get_method(self.method)
@@ -115,13 +127,13 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
     """Train if there are no weights yet, then compress, retrain and project back in each round; returns the rows.
 
     Every round compresses the network of the round before after its pairs were multiplied out, so that no pair is
-    decomposed again, and its budget is a fraction αⁱ of the network at the start.
+    decomposed again, and its budget is a fraction αⁱ of the network at the start. With the loop `lc` one training by
+    learning–compression takes the place of all rounds but the last.
     """
     rows = []
     if weights is None and parse(spec).kind != "folder":
-        trained = replace(run, out=run.out / "train")
-        rows.append(train(spec, trained))
-        spec = str(trained.out)
+        rows.append(train(spec, replace(run, out=run.out / "train")))
+        spec = str(run.out / "train")
     engine = make_engine(run.recipe.precision)
     name = networks.architecture(spec)
     material = open_material(run.data, name, run.recipe.augment, run.size, run.limit)
@@ -129,9 +141,14 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
     model = networks.build(spec)
     if weights is not None:
         networks.load_weights_(model, weights)
+        name = networks.fit_spec(name, *material.form)
     whole = sum(p.numel() for p in model.parameters())
     reference = evaluate(model, material.split(run.split), share=(engine.rank, engine.world)).to_json()
-    for i in range(1, rounds.count + 1):
+    if rounds.loop == "lc":
+        target = lc.Target(int(run.recipe.alpha**rounds.count * whole), rounds.method, rounds.exclude)
+        rows.append(train(spec, replace(run, out=run.out / "lc"), weights, target))
+        model = networks.build(str(run.out / "lc"))
+    for i in range(rounds.count if rounds.loop == "lc" else 1, rounds.count + 1):
         this = replace(run, out=run.out / f"round-{i}")
         row = _claim(this, engine)
         if row is None:
@@ -141,7 +158,7 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
             row = _retrain(small, plan, about, this, engine, material)
         rows.append(row)
         engine.wait()
-        model = densify(checkpoint.load(this.out, densify(model)))
+        model = densify(checkpoint.load(this.out, model))
     return rows
 
 
@@ -214,7 +231,14 @@ def _claim(run: Run, engine: Engine) -> dict[str, Any] | None:
 
 
 def _work(
-    model: nn.Module, plan: Plan | None, job: Job, what: dict[str, Any], run: Run, engine: Engine, material: Material
+    model: nn.Module,
+    plan: Plan | None,
+    job: Job,
+    what: dict[str, Any],
+    run: Run,
+    engine: Engine,
+    material: Material,
+    penalty: Penalty | None = None,
 ) -> State:
     """Train from where the folder's state stands, and keep the state there."""
     identity = {**what, "data": run.data, "limit": run.limit, "seed": run.seed, "recipe": run.recipe.to_json()}
@@ -240,7 +264,7 @@ def _work(
     if kept is None and plan is not None:
         save(state)  # the plan is made once, also when the first epoch is interrupted
     watch = run.watch if engine.writes else None
-    hooks = Hooks(material.stop, watch, save, size=material.side, state=state)
+    hooks = Hooks(material.stop, watch, save, penalty, material.side, state)
     try:
         return train_(model, material.fit, job, engine, hooks)
     except RankwiseError as err:

@@ -38,7 +38,8 @@ class Recipe:
     `retrain_lr` replaces lr in a retraining. `patience` > 0 ends a training after so many epochs without a
     better score on the early-stopping split; `keep_best` gives back the weights of the best epoch there.
     `alpha` and `starts` (the paper's n_seed) are for compression: keep αⁱ in round i, random starts of
-    Algorithm 1. `batch_size` is that of all processes together.
+    Algorithm 1; `mu` and `mu_growth` are for the learning–compression loop (see `lc`). `batch_size` is that of all
+    processes together.
     """
 
     name: str
@@ -64,6 +65,8 @@ class Recipe:
     precision: str = "no"
     alpha: float = 0.8
     starts: int = 15
+    mu: float = 0.01
+    mu_growth: float = 1.5
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -122,6 +125,8 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "retrain": _WHOLE,
     "patience": _WHOLE,
     "starts": (1, math.inf, "a whole number from 1 on"),
+    "mu": (0, math.inf, "a number from 0 on"),
+    "mu_growth": (1, math.inf, "a number from 1 on"),
 }
 
 

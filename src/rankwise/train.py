@@ -28,7 +28,7 @@ from rankwise.recipes import Recipe, rate
 from rankwise.state import State
 
 Progress = Callable[[int, int, float], None]  # epochs done, epochs in all, mean loss of the last one
-Penalty = Callable[[], Tensor]  # a scalar that is added to the loss
+Penalty = Callable[[int], Callable[[], Tensor]]  # at the start of an epoch → a scalar to add to every loss
 _AUXILIARY = 0.5  # weight of a segmentation network's second output
 
 
@@ -134,6 +134,7 @@ def _epoch_(
     recipe, steps = job.recipe, feed.steps
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)  # loss, right, targets
     lr = 0.0
+    penalty = None if hooks.penalty is None else hooks.penalty(epoch)
     for step, (images, y) in enumerate(feed.epoch(epoch)):
         lr = rate(recipe, epoch * steps + step, steps, job.retraining)
         for group in optimizer.param_groups:
@@ -144,8 +145,8 @@ def _epoch_(
         logits = class_logits(output, feed.split).float()
         loss = _loss(logits, y, recipe.label_smoothing)
         whole = loss + _AUXILIARY * _loss(output["aux"], y, 0.0) if _has_second(output) else loss
-        if hooks.penalty is not None:
-            whole = whole + hooks.penalty()
+        if penalty is not None:
+            whole = whole + penalty()
         optimizer.zero_grad()
         engine.backward(whole)
         optimizer.step()

@@ -105,6 +105,9 @@ def iterate(
     calibrate: Annotated[
         int, typer.Option("--calibrate", metavar="N", help="Images for methods that look at activations.")
     ] = 256,
+    loop: Annotated[
+        str, typer.Option("--loop", help="rounds, or lc: learning–compression, then one round at α^ROUNDS.")
+    ] = "rounds",
     resume: ResumeOpt = False,
     seed: SeedOpt = 0,
     split: SplitOpt = "test",
@@ -115,7 +118,7 @@ def iterate(
 ) -> None:
     """Train (unless there are weights), then compress to αⁱ, retrain and project back in each round i."""
     chosen = change(get_recipe(recipe), read_changes(changes or ()))
-    plan = pipeline.Rounds(rounds, method, tuple(exclude or ()), calibrate)
+    plan = pipeline.Rounds(rounds, method, tuple(exclude or ()), calibrate, loop)
     with _watched(chosen, out, tensorboard, as_json) as watch:
         run = pipeline.Run(data, chosen, out, seed, resume, split, limit, size, watch)
         rows = pipeline.iterate(network, run, plan, weights)
