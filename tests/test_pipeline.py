@@ -318,3 +318,71 @@ class TestInterruptions:
         assert not list(tmp_path.glob("*.part"))
         pipeline.train(factory, run(tmp_path, resume=True))
         assert tensors(tmp_path) == uninterrupted
+
+
+SEGMENT = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
+        self.side = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return {"out": self.body(x), "aux": self.side(x)}
+
+def net():
+    return Net()
+"""
+
+
+def test_segmentation_is_trained_compressed_and_retrained(tmp_path: Path) -> None:
+    """Three classes that are colours: red is 0, green is 1, blue is 2."""
+    np, image = pytest.importorskip("numpy"), pytest.importorskip("PIL.Image")
+    for folder in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (tmp_path / "voc" / folder).mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    names = [f"a{i}" for i in range(26)]
+    for name in names:
+        mask = rng.integers(0, 3, (3, 4)).repeat(16, 0).repeat(16, 1).astype(np.uint8)
+        image.fromarray(np.eye(3, dtype=np.uint8)[mask] * 255).save(tmp_path / "voc/JPEGImages" / f"{name}.jpg")
+        mask[:3] = 255
+        image.fromarray(mask).save(tmp_path / "voc/SegmentationClass" / f"{name}.png")
+    (tmp_path / "voc/ImageSets/Segmentation/train.txt").write_text("\n".join(names[:22]))
+    (tmp_path / "voc/ImageSets/Segmentation/val.txt").write_text("\n".join(names[22:]))
+    (tmp_path / "voc/classes.txt").write_text("red\ngreen\nblue\n")
+    (tmp_path / "net.py").write_text(SEGMENT)
+    spec, data = f"{tmp_path / 'net.py'}:net", f"voc:{tmp_path / 'voc'}"
+    recipe = change(SHORT, {"epochs": 6, "retrain": 2, "batch_size": 4, "label_smoothing": 0.0})
+    row = pipeline.train(spec, Run(data, recipe, tmp_path / "a", size=40))
+    assert row["recipe"]["augment"] == "voc"
+    assert row["trained"]["miou"] > 80
+    assert row["trained"]["top1"] > 90
+    assert "miou" in row["history"][-1]["stop"]
+    model = networks.build(spec)
+    networks.load_weights_(model, tmp_path / "a" / "model.safetensors")
+    small, plan = rw.compress(model, torch.zeros(1, 3, 40, 40), keep=0.8)
+    rw.save(small, replace(plan, model=spec), tmp_path / "small")
+    again = pipeline.retrain(tmp_path / "small", Run(data, recipe, tmp_path / "b", size=40), base=spec)
+    assert again["retrained"]["miou"] > 80
+
+
+def test_large_images_in_a_torchvision_network(tmp_path: Path) -> None:
+    np, image = pytest.importorskip("numpy"), pytest.importorskip("PIL.Image")
+    pytest.importorskip("rankwise.vision").import_torchvision()
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 44), ("val", 8)):
+        for i in range(count):
+            folder = tmp_path / "images" / split / "ab"[i % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 60, (50 + i, 70, 3), dtype=np.uint8)
+            pixels[..., i % 2] += 150
+            image.fromarray(pixels).save(folder / f"{i}.png")
+    recipe = change(SHORT, {"epochs": 2, "retrain": 1, "batch_size": 10, "augment": "imagenet"})
+    run = Run(f"imagefolder:{tmp_path / 'images'}", recipe, tmp_path / "out", size=64)
+    row = pipeline.train("torchvision:shufflenet_v2_x0_5", run)
+    assert row["model"] == "torchvision:shufflenet_v2_x0_5?num_classes=2"
+    assert row["trained"]["n"] == 8  # the development set is the test set
+    assert row["trained"]["top5"] is None
+    assert sum(p.numel() for p in networks.build(str(tmp_path / "out")).parameters()) < 400_000
