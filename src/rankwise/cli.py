@@ -45,7 +45,7 @@ ExcludeOpt = Annotated[
 ]
 DataOpt = Annotated[
     str | None,
-    typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER or hub:NAME."),
+    typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER, voc:FOLDER or hub:NAME."),
 ]
 SplitOpt = Annotated[str, typer.Option("--split", help="Split of the data.")]
 BaseOpt = Annotated[
@@ -181,6 +181,7 @@ def evaluate(
         show.print_json({"model": model, "data": data, "split": split, **found.to_json()})
         return
     top5 = "" if found.top5 is None else f", top-5 {found.top5:.2f} %"
+    top5 += "" if found.miou is None else f", mean IoU {found.miou:.2f} %"
     show.console().print(
         f"top-1 {found.top1:.2f} %{top5}, loss {found.loss:.4f} on {found.n:,} images ({data}, {split})"
     )

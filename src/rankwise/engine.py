@@ -56,6 +56,12 @@ class Engine:
             if images:
                 model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
+    def align_(self, model: nn.Module) -> None:
+        """Give every process the buffers of the first: DDP leaves each with its own batch-norm statistics."""
+        if self.world > 1:
+            for buffer in model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -24,6 +24,7 @@ class Material:
     stop: Split
     augment: str
     side: int | None
+    opened: dict[str, Split] = field(default_factory=dict)
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
@@ -38,9 +39,11 @@ class Material:
         return len(self.fit.classes), channels, height if height == width else None
 
     def split(self, name: str) -> Split:
-        """fit or stop, or another one of the same data."""
-        known = {self.stop.split: self.stop}
-        return known[name] if name in known else data.load(self.spec, name, size=self.side)
+        """Another split of the same data; read once."""
+        if name not in self.opened:
+            known = name == self.stop.split
+            self.opened[name] = self.stop if known else data.load(self.spec, name, size=self.side)
+        return self.opened[name]
 
 
 def open_material(spec: str, network: str, augment: str, size: int | None = None, limit: int | None = None) -> Material:

@@ -68,8 +68,7 @@ def train(spec: str, run: Run, weights: Path | None = None, target: lc.Target | 
         return done
     material = open_material(run.data, networks.architecture(spec), run.recipe.augment, run.size, run.limit)
     run = replace(run, recipe=replace(run.recipe, augment=material.augment))
-    if parse(spec).kind != "folder":
-        spec = networks.fit_spec(spec, *material.form)
+    spec = networks.fit_spec(spec, *material.form)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(run.seed)
         model = networks.build(spec)
@@ -135,13 +134,13 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
         rows.append(train(spec, replace(run, out=run.out / "train")))
         spec = str(run.out / "train")
     engine = make_engine(run.recipe.precision)
-    name = networks.architecture(spec)
-    material = open_material(run.data, name, run.recipe.augment, run.size, run.limit)
+    material = open_material(run.data, networks.architecture(spec), run.recipe.augment, run.size, run.limit)
     run = replace(run, recipe=replace(run.recipe, augment=material.augment))
+    spec = networks.fit_spec(spec, *material.form)
+    name = networks.architecture(spec)
     model = networks.build(spec)
     if weights is not None:
         networks.load_weights_(model, weights)
-        name = networks.fit_spec(name, *material.form)
     whole = sum(p.numel() for p in model.parameters())
     reference = evaluate(model, material.split(run.split), share=(engine.rank, engine.world)).to_json()
     if rounds.loop == "lc":

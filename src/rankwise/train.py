@@ -95,6 +95,7 @@ def train_(model: nn.Module, split: Split, job: Job, engine: Engine, hooks: Hook
             start = time.perf_counter()
             torch.manual_seed((job.seed * 100_003 + epoch) * 1_009 + engine.rank)  # for dropout and the like
             record = _epoch_(prepared, feed, job, epoch, engine, hooks)
+            engine.align_(model)
             if hooks.stop is not None:
                 score = evaluate(model, hooks.stop, share=(engine.rank, engine.world))
                 record["stop"] = score.to_json()
