@@ -209,7 +209,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "gentle", epochs=3, batch_size=128, lr=0.02, warmup=0.2, schedule="cycle", nesterov=True,
-            weight_decay=5e-4, augment="auto", retrain=3,
+            weight_decay=1e-4, augment="auto", retrain=3,
         ),
     )
 }  # fmt: skip
