@@ -8,17 +8,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankwise.cost import Option, fixed_cost, groups_for, unit_cost
+from rankwise.cost import Ints, Option, costs, groups_for
 from rankwise.decompose import Array
 from rankwise.errors import RankwiseError
 from rankwise.fold import folds_for, kernel_sides
 from rankwise.layer import Layer
 from rankwise.measure import Curve
 from rankwise.table import Table
-
-Ints = NDArray[np.int64]
 
 
 class Point(NamedTuple):
@@ -33,28 +30,24 @@ class Point(NamedTuple):
         return all(c <= r for c, r in zip(self.cost, room, strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Offer:
-    """An option of a layer: its cost for one rank, its error by rank, the largest rank worth having.
-
-    `fixed` is what it costs beside its rank.
-    """
+    """An option of a layer: its costs (ranks, units) and its error by rank, and the largest rank worth having."""
 
     option: Option
-    unit: tuple[int, ...]
+    costs: Ints
     curve: Curve
     most: int
-    fixed: tuple[int, ...] = ()  # nothing
 
     def cost(self, rank: int) -> tuple[int, ...]:
-        return tuple(f + u * rank for f, u in zip(self.fixed or (0,) * len(self.unit), self.unit, strict=True))
+        return tuple(self.costs[rank].tolist())
 
     def point(self, rank: int) -> Point:
         return Point(self.cost(rank), self.curve[rank], self.option, rank)
 
     def rank_within(self, room: Sequence[float]) -> int:
         """The largest rank whose cost stays within `room`; 0 if there is none."""
-        ranks = [int((r - f) // u) for r, f, u in zip(room, self.cost(0), self.unit, strict=True) if u]
+        ranks = [int(column.searchsorted(r, side="right")) - 1 for column, r in zip(self.costs.T, room, strict=True)]
         return max(0, min([self.most, *ranks]))
 
 
@@ -71,7 +64,7 @@ class Menu:
         """Every point worth having in one unit: costs rising, errors falling, offer (−1: dense), rank."""
         ranks = [np.arange(1, o.most + 1) for o in self.offers]
         cost = np.concatenate(
-            [*(o.cost(0)[0] + r * o.unit[0] for r, o in zip(ranks, self.offers, strict=True)), self.dense.cost]
+            [*(o.costs[1 : o.most + 1, 0] for o in self.offers), np.array(self.dense.cost, dtype=np.int64)]
         )
         error = np.concatenate([*(o.curve.values()[1 : o.most + 1] for o in self.offers), [0.0]])
         which = np.concatenate([*(np.full(len(r), i) for i, r in enumerate(ranks)), [-1]])
@@ -144,15 +137,14 @@ def _menu(table: Table, layer: Layer, units: tuple[str, ...], measure: str, opti
     dense = tuple(int(getattr(layer, unit)) for unit in units)
     offers = []
     for option in options:
-        each, beside = unit_cost(layer, option), fixed_cost(layer, option)
-        unit = tuple(int(getattr(each, u)) for u in units)
-        fixed = tuple(int(getattr(beside, u)) for u in units)
+        params, macs = costs(layer, option)
+        by_rank = np.stack([macs if u == "macs" and macs is not None else params for u in units], axis=1)
         curve = table.curve(layer, option, measure)
         # A unit in which the layer costs nothing (it is not called) cannot get smaller and does not count.
-        limits = [(d - f - 1) // u for d, f, u in zip(dense, fixed, unit, strict=True) if d]
+        limits = [int(by_rank[:, u].searchsorted(d)) - 1 for u, d in enumerate(dense) if d]
         most = min([len(curve) - 1, *limits]) if limits else 0
         if most >= 1:
-            offers.append(Offer(option, unit, curve, most, fixed))
+            offers.append(Offer(option, by_rank, curve, most))
     return Menu(layer, tuple(offers), Point(dense, 0.0, None, 0))
 
 

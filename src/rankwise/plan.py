@@ -9,9 +9,8 @@ from typing import Any
 
 from rankwise import jsonio
 from rankwise.budget import Budget
-from rankwise.cost import DECOMPOSITIONS, Cost, Option, full_rank, real_groups
+from rankwise.cost import Cost, Option, check_option, full_rank
 from rankwise.errors import RankwiseError
-from rankwise.fold import all_folds
 from rankwise.layer import Layer, Skipped
 from rankwise.measure import ALL_MEASURES
 
@@ -32,10 +31,12 @@ class Choice:
     before: Cost
     after: Cost
     decomposition: str = "svd"
+    outer: int = 0
+    clusters: tuple[tuple[int, ...], ...] = ()
 
     @property
     def option(self) -> Option:
-        return Option(self.fold, self.groups, self.decomposition)
+        return Option(self.fold, self.groups, self.decomposition, self.outer, self.clusters)
 
     def check(self, layer: Layer) -> None:
         """Refuse a decision that does not fit the layer it names."""
@@ -45,25 +46,7 @@ class Choice:
                 f"{self.shape}, and the model as {layer.kind!r} with weight {layer.shape}"
             )
         where = f"layer {self.name!r} of the plan"
-        if self.decomposition not in DECOMPOSITIONS:
-            raise RankwiseError(
-                f"{where} has the unknown decomposition {self.decomposition!r}: known are {', '.join(DECOMPOSITIONS)}"
-            )
-        folds = all_folds(layer.dims)
-        if self.fold not in folds:
-            raise RankwiseError(f"{where} has the unknown fold {self.fold!r}: possible are {', '.join(folds)}")
-        if self.decomposition == "pca" and (self.fold, self.groups) != (folds[0], 1):
-            raise RankwiseError(
-                f"{where} has the decomposition 'pca' with {self.fold}, {self.groups}: it takes {folds[0]}, 1"
-            )
-        channels = layer.group_channels
-        if not 1 <= self.groups <= channels or real_groups(channels, self.groups) != self.groups:
-            raise RankwiseError(f"{where} cuts {channels} channels into {self.groups} slices, which cannot be done")
-        if layer.groups > 1 and channels % self.groups:
-            raise RankwiseError(
-                f"{where} cuts {channels} channels of a grouped convolution into {self.groups} unequal slices: "
-                f"only divisors of {channels} can be built"
-            )
+        check_option(layer, self.option, where)
         most = full_rank(layer, self.option)
         if not 1 <= self.rank <= most:
             raise RankwiseError(f"{where} has rank {self.rank}: possible are 1 to {most}")
@@ -103,6 +86,10 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         body = {k: v for k, v in asdict(self).items() if k != "budget"}
+        for entry in body["layers"]:
+            for key in ("outer", "clusters"):  # only where there are any: most plans have none
+                if not entry.get(key, True):
+                    del entry[key]
         return {"format": FORMAT, **body, "budget": self.budget.to_json()}
 
     def dumps(self) -> str:
@@ -170,6 +157,11 @@ def _read_entry(data: Any, where: str) -> Choice | Skipped:
         before=_read_cost(data, "before", where),
         after=_read_cost(data, "after", where),
         decomposition=jsonio.typed(data.get("decomposition", "svd"), str, f"'decomposition' of {where}"),
+        outer=jsonio.typed(data.get("outer", 0), int, f"'outer' of {where}"),
+        clusters=tuple(
+            jsonio.whole_numbers(jsonio.typed(c, list, f"a cluster of {where}"), f"a cluster of {where}")
+            for c in jsonio.typed(data.get("clusters", []), list, f"'clusters' of {where}")
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rankwise.allocate import Solution, alternate, constant, minimax
 from rankwise.budget import Budget
-from rankwise.cost import DECOMPOSITIONS, Cost, fixed_cost, unit_cost
+from rankwise.cost import DECOMPOSITIONS, Cost, cost_at
 from rankwise.errors import RankwiseError
 from rankwise.knapsack import least_sum, penalty, product
 from rankwise.layer import Layer, Skipped
@@ -111,9 +111,7 @@ def _findings(solution: Solution) -> dict[str, Any]:
 def _cost(layer: Layer, point: Point) -> Cost:
     if point.option is None:
         return Cost(layer.params, layer.macs)
-    unit, beside = unit_cost(layer, point.option), fixed_cost(layer, point.option)
-    macs = None if unit.macs is None else (beside.macs or 0) + unit.macs * point.rank
-    return Cost(beside.params + unit.params * point.rank, macs)
+    return cost_at(layer, point.option, point.rank)
 
 
 def _after(table: Table, solution: Solution) -> Cost:
@@ -142,6 +140,8 @@ def _entry(table: Table, menu: Menu, point: Point, measure: str) -> Choice | Ski
         groups=point.option.groups,
         rank=point.rank,
         decomposition=point.option.decomposition,
+        outer=point.option.outer,
+        clusters=point.option.clusters,
         error={m: float(e) for m, e in error.items()},
         before=Cost(layer.params, layer.macs),
         after=_cost(layer, point),
