@@ -11,11 +11,11 @@ import rankwise
 
 SOURCE = Path(rankwise.__file__).parent
 FLOORS = [
-    "errors version jsonio fold layer cost decompose measure pca",
-    "table plan budget menu allocate knapsack search",
-    "modules forward coverage surgery checkpoint",
-    "probe methods",
-    "zoo spec factory weights vision networks images sources data evaluate train",
+    "errors version jsonio fold layer cost decompose measure moments pca tucker vbmf clusters response",
+    "table table_file plan budget menu allocate knapsack unbudgeted search",
+    "modules pairs forward coverage surgery checkpoint",
+    "images sources data probe methods",
+    "zoo spec factory weights vision networks evaluate train",
     "results",
     "charts report demo flags show cli __main__ __init__",
 ]

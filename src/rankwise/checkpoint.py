@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rankwise import jsonio
 from rankwise.errors import RankwiseError
 from rankwise.modules import mark_of
+from rankwise.pairs import decision_of
 from rankwise.plan import Plan
 from rankwise.surgery import copy_model, need_module, replace_layers_
 
@@ -32,12 +33,7 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
     pairs = {name: mark for name, module in model.named_modules() if (mark := mark_of(module)) is not None}
     for choice in plan.choices:
         mark = mark_of(modules[choice.name]) if choice.name in modules else None
-        if mark is None or (mark["fold"], mark["slices"], mark["decomposition"], mark["rank"]) != (
-            choice.fold,
-            choice.groups,
-            choice.decomposition,
-            choice.rank,
-        ):
+        if mark is None or decision_of(mark)[1:] != (choice.option, choice.rank):
             raise RankwiseError(
                 f"the model does not follow the plan at layer {choice.name!r}: save what apply_plan gave for this plan"
             )

@@ -10,14 +10,16 @@ import typer
 from torch import Tensor, nn
 
 from rankwise import checkpoint, networks, show
+from rankwise.clusters import CLUSTERINGS
+from rankwise.cost import DECOMPOSITIONS
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
 from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
-from rankwise.flags import example_for, read_budget, read_folds, read_groups, side_of
-from rankwise.forward import run_example, undisturbed
+from rankwise.flags import example_for, read_budget, read_folds, read_groups
+from rankwise.forward import run_example, side_of, undisturbed
 from rankwise.layer import Coverage
-from rankwise.methods import METHODS, settings_for, table_for
+from rankwise.methods import METHODS, needs_data, settings_for, table_for
 from rankwise.plan import Plan
 from rankwise.search import find_plan
 from rankwise.surgery import apply_plan
@@ -108,6 +110,12 @@ def compress(
     folds: Annotated[
         str | None, typer.Option("--folds", metavar="F", help="all, or a list of schemes such as 0,3.")
     ] = None,
+    decompositions: Annotated[
+        str | None, typer.Option("--decompositions", metavar="D", help=f"A list of {', '.join(DECOMPOSITIONS)}.")
+    ] = None,
+    clustering: Annotated[
+        str | None, typer.Option("--clustering", help=f"For messi: {', '.join(CLUSTERINGS)}.")
+    ] = None,
     input: InputOpt = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the random starts.")] = None,
     exclude: ExcludeOpt = None,
@@ -127,6 +135,8 @@ def compress(
         "seed": seed,
         "groups": read_groups(groups),
         "folds": read_folds(folds),
+        "decompositions": decompositions.split(",") if decompositions else None,
+        "clustering": clustering,
     }
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
@@ -136,11 +146,13 @@ def compress(
         check_coverage(coverage, strict)
         settings = settings_for(method, **changes)
         images = None
-        if data is not None and set(settings.decompositions) - {"svd"}:
+        if data is not None and needs_data(settings):
             images = load_data(data, "train", size=side_of(example)).thin(calibrate)
         with show.progress("layers") as report:
             table = table_for(network, coverage, settings, images, report)
-        found = find_plan(table, read_budget(keep, budget), settings, method, model)
+        unbudgeted = keep is None and not budget and settings.decompositions == ("tucker2",)
+        limits = None if unbudgeted else read_budget(keep, budget)
+        found = find_plan(table, limits, settings, method, model)
         moments = table.moments
     else:
         _only_with_a_search(keep, budget, changes)

@@ -18,7 +18,6 @@ from rankwise.errors import RankwiseError
 from rankwise.fold import all_folds, folds_for, kernel_sides
 from rankwise.layer import Call, Layer
 
-
 Ints = NDArray[np.int64]
 
 DECOMPOSITIONS = ("svd", "pca", "messi", "tucker2")

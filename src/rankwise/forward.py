@@ -161,3 +161,9 @@ def _merge(calls: list[Call]) -> tuple[Call, ...]:
     for call in calls:
         counts[call.inputs, call.outputs] = counts.get((call.inputs, call.outputs), 0) + call.count
     return tuple(Call(i, o, n) for (i, o), n in counts.items())
+
+
+def side_of(example: Any) -> int | None:
+    """The side of square images; None lets the data decide."""
+    shape = example.shape if isinstance(example, Tensor) and example.dim() == 4 else (0, 1)
+    return int(shape[-1]) if shape[-1] == shape[-2] else None

@@ -16,6 +16,7 @@ from rankwise.fold import folds_for, kernel_sides
 from rankwise.layer import Layer
 from rankwise.measure import Curve
 from rankwise.table import Table
+from rankwise.tucker import has_taps
 
 
 class Point(NamedTuple):
@@ -151,14 +152,22 @@ def _menu(table: Table, layer: Layer, units: tuple[str, ...], measure: str, opti
 def _wanted(table: Table, layer: Layer, folds: object, groups: object, decompositions: tuple[str, ...]) -> list[Option]:
     """The table's options for a layer, narrowed to those a method asks for."""
     everything = table.options(layer)
-    other = [o for o in everything if o.decomposition != "svd" and o.decomposition in decompositions]
-    missing = set(decompositions) - {o.decomposition for o in everything}
-    if missing and everything:
-        raise RankwiseError(
-            f"the table has no {missing.pop()!r} for layer {layer.name!r}: build it with calibration data (data=)"
-        )
     slices = [o for o in everything if o.decomposition == "svd"]
-    return [*_narrowed(slices, layer, folds, groups), *other] if "svd" in decompositions else other
+    found = [o for o in everything if o.decomposition != "svd" and o.decomposition in decompositions]
+    if "svd" in decompositions:
+        found = [*_narrowed(slices, layer, folds, groups), *found]
+    elif "tucker2" in decompositions and not has_taps(layer):
+        found = [*_narrowed(slices, layer, 0, 1), *found]
+    elif "messi" in decompositions and layer.groups > 1:
+        found = [*_narrowed(slices, layer, 0, groups), *found]
+    there = {o.decomposition for la in table.coverage.layers for o in table.options(la)}
+    missing = sorted(set(decompositions) - there - ({"tucker2"} if not has_taps(layer) else set()))
+    if missing and there:
+        raise RankwiseError(
+            f"the table has no {missing[0]!r}: build it with decompositions={decompositions!r}"
+            f"{', and calibration data (data=)' if missing[0] == 'pca' else ''}"
+        )
+    return found
 
 
 def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object) -> list[Option]:

@@ -11,16 +11,18 @@ from typing import Any
 
 from torch import nn
 
-from rankwise import pca
+from rankwise import pca, response, tucker
 from rankwise.budget import Budget
 from rankwise.coverage import COMPRESSED, find_layers
+from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
+from rankwise.forward import side_of
 from rankwise.layer import Coverage
 from rankwise.plan import Plan
-from rankwise.probe import output_moments
+from rankwise.probe import each_input_moments, output_moments
 from rankwise.search import Settings, find_plan
 from rankwise.surgery import apply_plan
-from rankwise.table import Progress, Table, build, module_weights
+from rankwise.table import Progress, Table, Weights, build, module_weights
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,16 @@ METHODS: dict[str, Method] = _register(
         "principal components of the outputs over calibration data, largest product of energies",
         replace(_ONE, error="output", search="product", decompositions=("pca",)),
     ),
+    Method(
+        "messi",
+        "clusters of channels (3) that lie near a common subspace, the same keep in every layer",
+        replace(_ALDS, groups=3, error="energy", search="constant", decompositions=("messi",)),
+    ),
+    Method(
+        "tucker2",
+        "both channel modes at once, least total energy; without a budget as many directions as are signal",
+        replace(_ONE, error="energy", search="sum", decompositions=("tucker2",)),
+    ),
     Method("auto", "the best we know without data: least total energy, all folds and slices", Settings()),
 )
 
@@ -92,28 +104,46 @@ def build_table(
     exclude: Iterable[str] | str = (),
     progress: Progress | None = None,
     data: Any = None,
+    decompositions: Iterable[str] | None = None,
+    error: str = "energy",
+    **changes: Any,
 ) -> Table:
-    """The spectra of every layer of a model; `example` is needed for budgets in macs.
+    """What every option of every layer costs and loses; `example` is needed for budgets in macs.
 
-    With calibration `data` (any iterable of inputs) the decomposition `pca` is offered too.
+    `decompositions` are svd, and with calibration `data` (any iterable of inputs, or a specification) pca, unless
+    others are named. With error="output" all of them are measured on the data, too. `changes` are other settings:
+    clustering=, seed=, starts=.
     """
     coverage = find_layers(model, example, exclude)
-    settings = Settings(folds=folds, groups=groups, decompositions=("svd",) if data is None else ("svd", "pca"))
-    return table_for(model, coverage, settings, data, progress)
+    if decompositions is None:
+        decompositions = ("svd",) if data is None else ("svd", "pca")
+    others = settings_for("auto", **changes)
+    settings = replace(others, folds=folds, groups=groups, decompositions=tuple(decompositions), error=error)
+    return table_for(model, coverage, settings, calibration(data, example), progress)
 
 
 def table_for(
     model: nn.Module, coverage: Coverage, settings: Settings, data: Any = None, progress: Progress | None = None
 ) -> Table:
     """What the settings need: spectra of the weights, and components of the outputs over the data."""
-    needs_data = [decomposition for decomposition in settings.decompositions if decomposition != "svd"]
-    if needs_data and data is None:
+    if data is None and needs_data(settings):
+        what = "pca" if "pca" in settings.decompositions else "output"
         raise RankwiseError(
-            f"{needs_data[0]!r} looks at what flows through the layers, and no calibration data was given: "
+            f"{what!r} looks at what flows through the layers, and no calibration data was given: "
             f"pass data= (on the command line: --data)"
         )
     weights = module_weights(model, coverage)
-    table = build(coverage, weights, settings.folds, settings.groups, progress, settings.decompositions)
+    table = build(
+        coverage,
+        weights,
+        settings.folds,
+        settings.groups,
+        progress,
+        settings.decompositions,
+        settings.clustering,
+        settings.seed,
+        settings.starts,
+    )
     if "pca" in settings.decompositions:
         table.moments = output_moments(model, data, coverage.layers)
         for layer in coverage.layers:
@@ -121,10 +151,37 @@ def table_for(
             if seen.count:  # a layer that the data does not reach has no components: it stays as it is
                 curves = pca.curves(weights[layer.name], layer, seen.covariance[0])
                 table.given[layer.name, pca.option(layer)] = curves
+    if settings.error == "output" and set(settings.decompositions) - {"pca"}:
+        _measure_outputs_(table, model, weights, data)
     return table
 
 
-def allocate(table: Table, budget: Budget, method: str = "auto", model: str = "", **changes: Any) -> Plan:
+def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: Any) -> None:
+    """Add the measure `output` to every option that comes from the weights; a layer at a time leaves memory again."""
+    for layer, seen in each_input_moments(model, data, table.coverage.layers):
+        weight = weights[layer.name]
+        for name, option in [*table.spectra]:
+            if name == layer.name and seen.count:
+                table.given[name, option] = {"output": response.slice_curve(weight, layer, option, seen)}
+        family = tucker.family(layer)
+        if (layer.name, family) in table.given and seen.count:
+            table.given[layer.name, family]["output"] = response.tucker_curves(weight, layer, seen)
+        if not seen.count:  # the data does not reach it, so nobody knows what it would lose
+            for key in [k for k in table.spectra if k[0] == layer.name]:
+                del table.spectra[key]
+            table.given.pop((layer.name, family), None)
+
+
+def needs_data(settings: Settings) -> bool:
+    return "pca" in settings.decompositions or settings.error == "output"
+
+
+def calibration(data: Any, example: Any = None, count: int = 256) -> Any:
+    """Calibration data as it comes, or for a specification such as "digits" evenly spaced training images."""
+    return load_data(data, "train", size=side_of(example)).thin(count) if isinstance(data, str) else data
+
+
+def allocate(table: Table, budget: Budget | None, method: str = "auto", model: str = "", **changes: Any) -> Plan:
     """One choice for each layer. `changes` replace settings of the method: error=, search=, groups=, seed= …"""
     return find_plan(table, budget, settings_for(method, **changes), method, model)
 
@@ -143,16 +200,17 @@ def compress(
     """The whole job: a smaller copy of the model, and the plan it follows.
 
     `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input. `data`, any iterable of inputs without labels, is for
-    methods that look at activations.
+    multiply-adds, which needs an example input; only tucker2 can do without either. `data`, any iterable of
+    inputs without labels or a specification such as "digits", is for methods that look at activations.
     """
     settings = settings_for(method, **changes)
-    budget = Budget(params=keep, macs=macs)
+    unbudgeted = keep is None and macs is None and settings.decompositions == ("tucker2",)
+    budget = None if unbudgeted else Budget(params=keep, macs=macs)
     coverage = find_layers(model, example, exclude)
     if any(s.reason == COMPRESSED for s in coverage.skipped):
         raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
     if not coverage.layers:
         raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
-    table = table_for(model, coverage, settings, data, progress)
+    table = table_for(model, coverage, settings, calibration(data, example), progress)
     plan = find_plan(table, budget, settings, method, type(model).__name__)
     return apply_plan(model, plan, table.moments), plan

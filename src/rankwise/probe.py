@@ -7,7 +7,6 @@ large offset cost no digits. Labels are never needed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,49 +16,14 @@ from torch.nn import functional as F
 from rankwise.errors import RankwiseError
 from rankwise.forward import run_example, undisturbed
 from rankwise.layer import Layer
-
-
-@dataclass
-class Moments:
-    """Count, mean (G, d) and scatter Σ (x − μ)(x − μ)ᵀ (G, d, d) of what was seen, for each of G groups."""
-
-    count: int = 0
-    mean: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
-    scatter: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0, dtype=torch.float64))
-
-    def add(self, samples: Tensor) -> None:
-        """Merge samples (G, n, d): the exact update for two sets with different means."""
-        groups, n, d = samples.shape
-        if not n:
-            return
-        samples = samples.to("cpu", torch.float64)
-        mean = samples.mean(dim=1)
-        centred = samples - mean[:, None]
-        scatter = centred.transpose(1, 2) @ centred
-        if not self.count:
-            self.mean, self.scatter = torch.zeros(groups, d, dtype=torch.float64), torch.zeros_like(scatter)
-        shift = mean - self.mean
-        total = self.count + n
-        self.scatter += scatter + shift[:, :, None] * shift[:, None, :] * (self.count * n / total)
-        self.mean = self.mean + shift * (n / total)
-        self.count = total
-
-    @property
-    def covariance(self) -> Tensor:
-        """(G, d, d), positive semi-definite: divided by the count, so that a single sample is fine too."""
-        return self.scatter / max(1, self.count)
-
-    @property
-    def second_moment(self) -> Tensor:
-        """E[x xᵀ], (G, d, d): what the error of a layer without a mean correction is measured with."""
-        return self.covariance + self.mean[:, :, None] * self.mean[:, None, :]
+from rankwise.moments import Moments
 
 
 def output_moments(
     model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
 ) -> dict[str, Moments]:
     """Moments of every layer's outputs before what follows, G = 1 and d = filters: one sample for each position."""
-    return _collect(model, data, list(layers), _outputs, lambda la: la.filters**2, max_gb)
+    return {la.name: seen for la, seen in _collect(model, data, layers, _outputs, lambda la: la.filters**2, max_gb)}
 
 
 def input_moments(
@@ -69,7 +33,14 @@ def input_moments(
 
     A transposed convolution sees single positions: d = c/G, since each input position meets all taps.
     """
-    return _collect(model, data, list(layers), _inputs, lambda la: la.groups * _patch(la) ** 2, max_gb)
+    return {layer.name: seen for layer, seen in each_input_moments(model, data, layers, max_gb)}
+
+
+def each_input_moments(
+    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
+) -> Iterator[tuple[Layer, Moments]]:
+    """`input_moments` one by one: whoever does not keep them needs memory for one pass only."""
+    return _collect(model, data, layers, _inputs, lambda la: la.groups * _patch(la) ** 2, max_gb)
 
 
 def _patch(layer: Layer) -> int:
@@ -125,19 +96,19 @@ def _positions(activation: Tensor, dims: int) -> Tensor:
 
 
 def _collect(
-    model: nn.Module, data: Iterable[Any], layers: list[Layer], samples: Any, size: Any, max_gb: float
-) -> dict[str, Moments]:
+    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], samples: Any, size: Any, max_gb: float
+) -> Iterator[tuple[Layer, Moments]]:
     """Run the data once for each pass; a pass takes as many layers as their covariances fit into memory."""
-    passes = _passes(layers, size, max_gb)
+    passes = _passes(list(layers), size, max_gb)
     if len(passes) > 1 and iter(data) is data:
         raise RankwiseError(
             f"the covariances need {len(passes)} passes over the calibration data, and a generator can be read once: "
             f"give a list, or raise max_gb={max_gb:g}"
         )
-    found: dict[str, Moments] = {}
     for group in passes:
-        found.update(_one_pass(model, data, group, samples))
-    return found
+        found = _one_pass(model, data, group, samples)
+        for layer in group:
+            yield layer, found.pop(layer.name)
 
 
 def _passes(layers: list[Layer], size: Any, max_gb: float) -> list[list[Layer]]:

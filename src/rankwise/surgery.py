@@ -12,7 +12,8 @@ from rankwise.coverage import find_layers
 from rankwise.decompose import check_finite
 from rankwise.errors import RankwiseError
 from rankwise.layer import Layer
-from rankwise.modules import build_pair, describe, fill_pair_, kind_of, mark_of, merge_pair
+from rankwise.modules import describe, kind_of, mark_of
+from rankwise.pairs import build_pair, fill_pair_, merge_pair
 from rankwise.plan import Choice, Plan
 
 Swap = dict[nn.Module, nn.Module]
