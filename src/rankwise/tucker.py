@@ -29,7 +29,7 @@ from rankwise.fold import fold_for
 from rankwise.layer import Layer, canonical
 
 STEPS = 50
-SETTLED = 1e-6  # HOOI ends when a step gains less than this share of the weight's energy
+SETTLED = 1e-5  # HOOI ends when a step gains less than this share of the weight's energy
 
 
 def family(layer: Layer) -> Option:
@@ -60,7 +60,7 @@ def hosvd(weight: Tensor, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
     parts = []
     for w in modes(weight, layer):
         outer, inner = _leading(w.flatten(1)), _leading(w.transpose(0, 1).flatten(1))
-        parts.append((outer, inner, torch.einsum("fct,fi,cj->ijt", w, outer, inner)))
+        parts.append((outer, inner, _core(w, outer, inner)))
     outer, inner, core = (torch.stack(p) for p in zip(*parts, strict=True))
     return outer, inner, core
 
@@ -95,21 +95,24 @@ def factors(weight: Tensor, layer: Layer, outer: int, rank: int) -> tuple[Tensor
 
 def _hooi(w: Tensor, outer: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     total = float(w.square().sum())
-    right = _leading(w.transpose(0, 1).flatten(1), rank)
     left = _leading(w.flatten(1), outer)
-    kept = float(torch.einsum("fct,fi,cj->ijt", w, left, right).square().sum())
-    best = (kept, left, right)
+    right = _leading(w.transpose(0, 1).flatten(1), rank)
+    kept = float(_core(w, left, right).square().sum())
     for _ in range(STEPS):
-        left = _leading(torch.einsum("fct,cj->fjt", w, right).flatten(1), outer)
-        right = _leading(torch.einsum("fct,fi->cit", w, left).flatten(1), rank)
-        kept = float(torch.einsum("fct,fi,cj->ijt", w, left, right).square().sum())
-        gain = kept - best[0]
-        if gain > 0:
-            best = (kept, left, right)
+        new_left = _leading(torch.einsum("fct,cj->fjt", w, right).flatten(1), outer)
+        narrow = torch.einsum("fct,fi->cit", w, new_left)
+        new_right = _leading(narrow.flatten(1), rank)
+        now = float((new_right.t() @ narrow.flatten(1)).square().sum())
+        if now <= kept:
+            break  # settled, but for rounding
+        gain, kept, left, right = now - kept, now, new_left, new_right
         if gain <= SETTLED * total:
             break
-    _, left, right = best
-    return left, torch.einsum("fct,fi,cj->ijt", w, left, right), right
+    return left, _core(w, left, right), right
+
+
+def _core(w: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return torch.einsum("fct,fi,cj->ijt", w, left, right)
 
 
 def compose(left: Tensor, core: Tensor, right: Tensor) -> Tensor:
