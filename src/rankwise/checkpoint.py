@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rankwise import jsonio
 from rankwise.errors import RankwiseError
 from rankwise.modules import mark_of
+from rankwise.narrow import narrowed
 from rankwise.pairs import decision_of
 from rankwise.plan import Plan
 from rankwise.surgery import copy_model, need_module, replace_layers_
@@ -37,7 +38,15 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
             raise RankwiseError(
                 f"the model does not follow the plan at layer {choice.name!r}: save what apply_plan gave for this plan"
             )
-    unknown = sorted(set(pairs) - {choice.name for choice in plan.choices})
+    thin = {name: mark for name, module in model.named_modules() if (mark := narrowed(module)) is not None}
+    for entry in plan.pruned:
+        mark = narrowed(modules[entry.name]) if entry.name in modules else None
+        if mark is None or (mark["filters"], mark["channels"]) != (entry.filters, entry.channels):
+            raise RankwiseError(
+                f"the model does not follow the plan at layer {entry.name!r}: save what apply_plan gave for this plan"
+            )
+    decided = {choice.name for choice in plan.choices} | {entry.name for entry in plan.pruned}
+    unknown = sorted({*pairs, *thin} - decided)
     if unknown:
         raise RankwiseError(
             f"the model does not follow the plan: {unknown[0]!r} is compressed and the plan has no choice for it"

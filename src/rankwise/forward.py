@@ -72,6 +72,14 @@ def run_example(model: nn.Module, example: Any) -> Any:
         ) from err
 
 
+def tensors_of(output: Any) -> list[Tensor]:
+    """Every tensor in what a network gives: itself, or inside tuples, lists and dicts."""
+    if isinstance(output, Tensor):
+        return [output]
+    items = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return [t for item in items for t in tensors_of(item)]
+
+
 def _sizes(example: Any) -> str:
     if isinstance(example, Tensor):
         return "x".join(map(str, example.shape))

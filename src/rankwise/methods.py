@@ -5,7 +5,7 @@ A method is a value. Another ablation is another row in the registry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from rankwise.forward import side_of
 from rankwise.layer import Coverage
 from rankwise.plan import Plan
 from rankwise.probe import each_input_moments, output_moments
+from rankwise.pruning import Filters, plan_filters
 from rankwise.search import Settings, find_plan
 from rankwise.surgery import apply_plan
 from rankwise.table import Progress, Table, Weights, build, module_weights
@@ -27,11 +28,11 @@ from rankwise.table import Progress, Table, Weights, build, module_weights
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decide: what it is, and the settings it stands for."""
+    """A way to decide: what it is, and the settings it stands for; `Filters` for methods that remove filters."""
 
     name: str
     about: str
-    settings: Settings
+    settings: Settings | Filters
 
 
 def _register(*methods: Method) -> dict[str, Method]:
@@ -77,6 +78,16 @@ METHODS: dict[str, Method] = _register(
         "both channel modes at once, least total energy; without a budget as many directions as are signal",
         replace(_ONE, error="energy", search="sum", decompositions=("tucker2",)),
     ),
+    Method(
+        "ft",
+        "removes the filters with the smallest ℓ1 norm, the same share everywhere",
+        Filters(score="norm", split="constant"),
+    ),
+    Method(
+        "pfp",
+        "removes the channels with the smallest sensitivity over calibration data, least largest error bound",
+        Filters(score="sensitivity", split="minimax"),
+    ),
     Method("auto", "the best we know without data: least total energy, all folds and slices", Settings()),
 )
 
@@ -87,13 +98,33 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-def settings_for(method: str, **changes: Any) -> Settings:
+def settings_for(method: str, **changes: Any) -> Settings | Filters:
     """A method's settings with some of them replaced; None leaves one as it is."""
     known = set(Settings.__dataclass_fields__)
     unknown = sorted(set(changes) - known)
     if unknown:
         raise RankwiseError(f"unknown setting {unknown[0]!r}: the settings are {', '.join(sorted(known))}")
-    return replace(get_method(method).settings, **{k: v for k, v in changes.items() if v is not None})
+    settings, given = get_method(method).settings, {k: v for k, v in changes.items() if v is not None}
+    if isinstance(settings, Filters):
+        if given:
+            raise RankwiseError(
+                f"the method {method!r} removes filters and decomposes nothing, so {next(iter(given))}= means nothing "
+                f"to it: leave it out, or use another method"
+            )
+        return settings
+    return replace(settings, **given)
+
+
+def needs_data(settings: Settings | Filters) -> bool:
+    """Whether a method looks at activations."""
+    if isinstance(settings, Filters):
+        return settings.needs_data
+    return "pca" in settings.decompositions or settings.error == "output"
+
+
+def needs_budget(settings: Settings | Filters) -> bool:
+    """Only tucker2 on its own can do without one."""
+    return isinstance(settings, Filters) or settings.decompositions != ("tucker2",)
 
 
 def build_table(
@@ -172,10 +203,6 @@ def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: An
             table.given.pop((layer.name, family), None)
 
 
-def needs_data(settings: Settings) -> bool:
-    return "pca" in settings.decompositions or settings.error == "output"
-
-
 def calibration(data: Any, example: Any = None, count: int = 256) -> Any:
     """Calibration data as it comes, or for a specification such as "digits" evenly spaced training images."""
     return load_data(data, "train", size=side_of(example)).thin(count) if isinstance(data, str) else data
@@ -183,7 +210,31 @@ def calibration(data: Any, example: Any = None, count: int = 256) -> Any:
 
 def allocate(table: Table, budget: Budget | None, method: str = "auto", model: str = "", **changes: Any) -> Plan:
     """One choice for each layer. `changes` replace settings of the method: error=, search=, groups=, seed= …"""
-    return find_plan(table, budget, settings_for(method, **changes), method, model)
+    settings = settings_for(method, **changes)
+    if isinstance(settings, Filters):
+        raise RankwiseError(
+            f"a table holds spectra and no graph of the network, which {method!r} needs: use rankwise.compress"
+        )
+    return find_plan(table, budget, settings, method, model)
+
+
+def find(
+    model: nn.Module,
+    example: Any,
+    coverage: Coverage,
+    settings: Settings | Filters,
+    budget: Budget | None,
+    method: str,
+    title: str,
+    data: Any = None,
+    progress: Progress | None = None,
+) -> tuple[Plan, Mapping[str, Any] | None]:
+    """The plan of any method, and the moments of outputs that applying it needs, if any."""
+    if isinstance(settings, Filters):
+        assert budget is not None, "needs_budget has asked for one"
+        return plan_filters(model, example, coverage, settings, budget, method, title, data), None
+    table = table_for(model, coverage, settings, data, progress)
+    return find_plan(table, budget, settings, method, title), table.moments
 
 
 def compress(
@@ -204,13 +255,13 @@ def compress(
     inputs without labels or a specification such as "digits", is for methods that look at activations.
     """
     settings = settings_for(method, **changes)
-    unbudgeted = keep is None and macs is None and settings.decompositions == ("tucker2",)
-    budget = None if unbudgeted else Budget(params=keep, macs=macs)
+    asked = keep is not None or macs is not None or needs_budget(settings)
+    budget = Budget(params=keep, macs=macs) if asked else None
     coverage = find_layers(model, example, exclude)
     if any(s.reason == COMPRESSED for s in coverage.skipped):
         raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
-    if not coverage.layers:
+    if not coverage.layers and not isinstance(settings, Filters):
         raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
-    table = table_for(model, coverage, settings, calibration(data, example), progress)
-    plan = find_plan(table, budget, settings, method, type(model).__name__)
-    return apply_plan(model, plan, table.moments), plan
+    source = calibration(data, example)
+    plan, moments = find(model, example, coverage, settings, budget, method, type(model).__name__, source, progress)
+    return apply_plan(model, plan, moments), plan

@@ -53,8 +53,38 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Pruned:
+    """The decision for a module that gets narrower: the outputs and inputs that it keeps, None for all of them.
+
+    `shape` is that of its weight before. Costs count the bias too, which gets shorter with the outputs.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    filters: tuple[int, ...] | None
+    channels: tuple[int, ...] | None
+    before: Cost
+    after: Cost
+
+    def check(self, outputs: int, inputs: int) -> None:
+        """Refuse indices that a module with so many outputs and inputs does not have."""
+        for what, kept, wide in (("filters", self.filters, outputs), ("channels", self.channels, inputs)):
+            if kept is None:
+                continue
+            where = f"layer {self.name!r} of the plan"
+            if not kept:
+                raise RankwiseError(f"{where} keeps none of its {wide} {what}: at least one must stay")
+            if list(kept) != sorted(set(kept)):
+                raise RankwiseError(f"{where} lists the {what} it keeps out of order or more than once: sort them")
+            if kept[0] < 0 or kept[-1] >= wide:
+                bad = kept[0] if kept[0] < 0 else kept[-1]
+                raise RankwiseError(f"{where} keeps number {bad} of its {what}: possible are 0 to {wide - 1}")
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What becomes of every layer: a `Choice`, or `Skipped` with the reason.
+    """What becomes of every layer: a `Choice`, `Pruned`, or `Skipped` with the reason.
 
     `settings` says how the plan was found (measure, search, seed), `search` what the search knows about
     its own result (objective value, optimality gap, trace). Neither is needed to replay the plan.
@@ -65,13 +95,17 @@ class Plan:
     budget: Budget
     before: Cost
     after: Cost
-    layers: tuple[Choice | Skipped, ...]
+    layers: tuple[Choice | Pruned | Skipped, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         return tuple(entry for entry in self.layers if isinstance(entry, Choice))
+
+    @property
+    def pruned(self) -> tuple[Pruned, ...]:
+        return tuple(entry for entry in self.layers if isinstance(entry, Pruned))
 
     @property
     def kept(self) -> tuple[Skipped, ...]:
@@ -134,7 +168,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
     )
 
 
-def _read_entry(data: Any, where: str) -> Choice | Skipped:
+def _read_entry(data: Any, where: str) -> Choice | Pruned | Skipped:
     data = jsonio.typed(data, dict, f"every entry of 'layers' of {where}")
     name = jsonio.field(data, "name", str, f"a layer of {where}")
     where = f"layer {name!r} of {where}"
@@ -143,6 +177,8 @@ def _read_entry(data: Any, where: str) -> Choice | Skipped:
         jsonio.strict(data, Skipped.__dataclass_fields__, where)
         params = jsonio.field(data, "params", int, where)
         return Skipped(name, kind, params, jsonio.field(data, "reason", str, where))
+    if "filters" in data or "channels" in data:
+        return _read_pruned(data, name, kind, where)
     jsonio.strict(data, Choice.__dataclass_fields__, where)
     error = jsonio.field(data, "error", dict, where)
     jsonio.strict(error, ALL_MEASURES, f"'error' of {where}")
@@ -162,6 +198,25 @@ def _read_entry(data: Any, where: str) -> Choice | Skipped:
             jsonio.whole_numbers(jsonio.typed(c, list, f"a cluster of {where}"), f"a cluster of {where}")
             for c in jsonio.typed(data.get("clusters", []), list, f"'clusters' of {where}")
         ),
+    )
+
+
+def _read_pruned(data: dict[str, Any], name: str, kind: str, where: str) -> Pruned:
+    jsonio.strict(data, Pruned.__dataclass_fields__, where)
+    kept: dict[str, tuple[int, ...] | None] = {}
+    for side in ("filters", "channels"):
+        if side not in data:
+            raise RankwiseError(f"{where} has no {side!r}")
+        value = data[side]
+        kept[side] = None if value is None else jsonio.whole_numbers(value, f"{side!r} of {where}")
+    return Pruned(
+        name=name,
+        kind=kind,
+        shape=jsonio.whole_numbers(jsonio.field(data, "shape", list, where), f"'shape' of {where}"),
+        filters=kept["filters"],
+        channels=kept["channels"],
+        before=_read_cost(data, "before", where),
+        after=_read_cost(data, "after", where),
     )
 
 

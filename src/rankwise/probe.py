@@ -40,7 +40,7 @@ def each_input_moments(
     model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
 ) -> Iterator[tuple[Layer, Moments]]:
     """`input_moments` one by one: whoever does not keep them needs memory for one pass only."""
-    return _collect(model, data, layers, _inputs, lambda la: la.groups * _patch(la) ** 2, max_gb)
+    return _collect(model, data, layers, patches, lambda la: la.groups * _patch(la) ** 2, max_gb)
 
 
 def _patch(layer: Layer) -> int:
@@ -52,7 +52,8 @@ def _outputs(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
     return _positions(output, layer.dims)[None]
 
 
-def _inputs(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
+def patches(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
+    """What a layer multiplies with its weights: (G, samples, c/G · Πκ), the taps of a channel side by side."""
     if layer.dims == 0 or layer.transposed:
         samples = _positions(given, layer.dims)
         return torch.unflatten(samples, 1, (layer.groups, -1)).transpose(0, 1)
@@ -138,11 +139,7 @@ def _one_pass(model: nn.Module, data: Iterable[Any], layers: list[Layer], sample
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             given = args[0] if args else next(iter(kwargs.values()))
             seen = samples(layer, given.detach(), output.detach())
-            if not bool(torch.isfinite(seen).all()):
-                raise RankwiseError(
-                    f"calibration batch {batch_number} gives NaN or infinite values at layer {layer.name!r}: "
-                    f"check the data and its normalisation"
-                )
+            check_finite(seen, batch_number, layer.name)
             moments[layer.name].add(seen)
 
         return model.get_submodule(layer.name).register_forward_hook(hook, with_kwargs=True)
@@ -156,9 +153,21 @@ def _one_pass(model: nn.Module, data: Iterable[Any], layers: list[Layer], sample
     finally:
         for handle in handles:
             handle.remove()
-    if not batch_number:
-        raise RankwiseError("the calibration data is empty: give at least one batch of inputs")
+    check_some(batch_number)
     return moments
+
+
+def check_finite(seen: Tensor, batch_number: int, name: str) -> None:
+    if not bool(torch.isfinite(seen).all()):
+        raise RankwiseError(
+            f"calibration batch {batch_number} gives NaN or infinite values at layer {name!r}: "
+            f"check the data and its normalisation"
+        )
+
+
+def check_some(batches_seen: int) -> None:
+    if not batches_seen:
+        raise RankwiseError("the calibration data is empty: give at least one batch of inputs")
 
 
 def batches(data: Any) -> Iterator[Any]:
