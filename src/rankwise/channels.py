@@ -131,11 +131,12 @@ def readers(groups: Sequence[Group], kept: Sequence[Sequence[int]]) -> dict[str,
     return gone
 
 
-def find_channels(model: nn.Module, example: Any, coverage: Coverage) -> Channels:
+def find_channels(model: nn.Module, example: Any, coverage: Coverage, probe: nn.Module | None = None) -> Channels:
     """Every output of every linear and convolution layer, in a group that can be pruned or must stay.
 
     The graph is torch-pruning's, and every group is tried: it counts as free only if the network without
-    some of its channels gives what the network gives when nobody reads them.
+    some of its channels gives what the network gives when nobody reads them. `probe` is what
+    `trials.random_copy` gives for the model, if that exists already.
     """
     if example is None:
         raise RankwiseError(
@@ -149,7 +150,7 @@ def find_channels(model: nn.Module, example: Any, coverage: Coverage) -> Channel
         layer = parts[name].layer
         assert layer is not None, "only layers are observed"
         parts[name] = replace(parts[name], layer=replace(layer, calls=observed.calls[name]))
-    probe = random_copy(model)
+    probe = random_copy(model) if probe is None else probe
     links = follow(probe, example)
     blocked = {**_blocked(model, coverage, parts), **observed.unfit}
     groups = _groups(links, parts, blocked)

@@ -57,9 +57,7 @@ def patches(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
     if layer.dims == 0 or layer.transposed:
         samples = _positions(given, layer.dims)
         return torch.unflatten(samples, 1, (layer.groups, -1)).transpose(0, 1)
-    batch = given if given.ndim == layer.dims + 2 else given[None]
-    for axis, (before, after) in enumerate(_margins(layer)):
-        batch = _pad(batch, layer.dims, axis, before, after, layer.padding_mode)
+    batch = padded(layer, given if given.ndim == layer.dims + 2 else given[None])
     for axis in range(layer.dims):  # (n, c, *positions, *taps), one axis at a time
         reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
         batch = batch.unfold(2 + axis, reach, layer.stride[axis])[..., :: layer.dilation[axis]]
@@ -68,6 +66,13 @@ def patches(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
     spots = [3 + a for a in range(layer.dims)]
     taps = [3 + layer.dims + a for a in range(layer.dims)]
     return batch.permute(1, 0, *spots, 2, *taps).reshape(layer.groups, -1, _patch(layer))
+
+
+def padded(layer: Layer, batch: Tensor) -> Tensor:
+    """A batch as the taps of a convolution see it, margins included."""
+    for axis, (before, after) in enumerate(_margins(layer)):
+        batch = _pad(batch, layer.dims, axis, before, after, layer.padding_mode)
+    return batch
 
 
 def _margins(layer: Layer) -> list[tuple[int, int]]:

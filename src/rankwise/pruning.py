@@ -61,7 +61,8 @@ def plan_filters(
             f"pass data= (on the command line: --data)"
         )
     limits = budget.limits(coverage)
-    channels = find_channels(model, example, coverage)
+    probe = random_copy(model)
+    channels = find_channels(model, example, coverage, probe)
     groups, scores, unseen = _scored(model, data, channels, settings)
     if not groups:
         first = next((f"{g.names('out')[0]}: {g.reason}" for g in channels.fixed), "it has no layers")
@@ -72,7 +73,6 @@ def plan_filters(
     ]
     found = entries(channels, groups, stay)
     after = cost(channels, groups, kept)
-    probe = random_copy(model)
     why = why_not(probe, example, found, readers(groups, stay), after.macs or 0)
     if why is not None:
         raise RankwiseError(

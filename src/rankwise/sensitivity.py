@@ -21,10 +21,9 @@ from torch.nn import functional as F
 from rankwise.channels import Channels, Group
 from rankwise.forward import run_example, undisturbed
 from rankwise.layer import Layer, canonical
-from rankwise.probe import batches, check_finite, check_some, patches
+from rankwise.probe import batches, check_finite, check_some, padded, patches
 
 CHUNK = 2**18  # numbers in one go: what a processor's cache holds
-WIDE = 2**24  # numbers in the patches of one go
 Slots = dict[int, Tensor]  # group → (channels, indices of each) at one reader
 
 
@@ -38,7 +37,9 @@ def sensitivities(
         for member in group.members:
             if member.side == "in":
                 readers.setdefault(member.name, {})[number] = torch.tensor(member.indices)
-    best = {(name, g): torch.zeros(len(slots)) for name, here in readers.items() for g, slots in here.items()}
+    best = {
+        (n, g): torch.zeros(len(slots), dtype=torch.float64) for n, here in readers.items() for g, slots in here.items()
+    }
     seen: set[str] = set()
     batch_number = 0
 
@@ -48,7 +49,7 @@ def sensitivities(
             check_finite(given, batch_number, name)
             seen.add(name)
             for g, found in largest_shares(layers[name], module.weight.detach(), given, readers[name]):
-                best[name, g] = torch.maximum(best[name, g], found.cpu().to(best[name, g].dtype))
+                best[name, g] = torch.maximum(best[name, g], found.to(best[name, g]))
 
         return model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
 
@@ -79,42 +80,46 @@ def largest_shares(layer: Layer, weight: Tensor, given: Tensor, slots: Slots) ->
     given, weight = given.to(dtype), weight.to(given.device, dtype)
     if given.ndim == layer.dims + 1 and layer.dims:
         given = given[None]
-    shares = _transposed if layer.transposed else _straight
-    for part in _images(layer, given):
-        yield from shares(layer, weight, part, slots)
-
-
-def _images(layer: Layer, given: Tensor) -> Iterator[Tensor]:
-    """A few images at a time, so that their patches fit into memory."""
-    if not layer.dims:
-        yield given
-        return
-    taps = torch.Size(layer.kernel).numel() * (2 * layer.filters if layer.transposed else 1)
-    few = max(1, WIDE // max(1, given[0].numel() * taps))
-    yield from torch.split(given, few)
+    yield from (_transposed if layer.transposed else _straight)(layer, weight, given, slots)
 
 
 def _straight(layer: Layer, weight: Tensor, given: Tensor, slots: Slots) -> Iterator[tuple[int, Tensor]]:
-    """Convolutions and linear layers: patches (rows, c, taps) times weights (c, taps, 2f)."""
+    """Convolutions and linear layers: weights (c, 2f, taps) times patches (c, taps, positions)."""
     signed = canonical(weight, layer)[0].flatten(2) if layer.dims else canonical(weight, layer)[0][:, :, None]
-    signed = signed.permute(1, 2, 0)  # (c, taps, f)
-    w = torch.cat([signed.clamp(min=0), (-signed).clamp(min=0)], dim=2)
-    rows = torch.unflatten(patches(layer, given, given)[0], 1, (layer.channels, -1))
-    if bool((rows < 0).any()):
-        # A negative activation turns the sign of its products around.
-        swapped = torch.cat([(-signed).clamp(min=0), signed.clamp(min=0)], dim=2)
-        rows = torch.cat([rows.clamp(min=0), (-rows).clamp(min=0)], dim=2)
-        w = torch.cat([w, swapped], dim=1)
-    tiny = torch.finfo(rows.dtype).tiny
-    parts = {g: w[index].flatten(1, 2) for g, index in slots.items()}  # (n, width · taps, 2f)
-    best = {g: rows.new_zeros(len(index)) for g, index in slots.items()}
-    wide = max(len(index) for index in slots.values()) * w.shape[2]
-    for some in torch.split(rows, max(1, CHUNK // wide)):
-        total = (some.flatten(1) @ w.flatten(0, 1)).clamp_(min=tiny).reciprocal_()  # (rows, 2f)
-        for g, index in slots.items():
-            x = some[:, index].flatten(2).transpose(0, 1)  # (n, rows, width · taps)
-            best[g] = torch.maximum(best[g], torch.bmm(x, parts[g]).mul_(total).amax(dim=(1, 2)))
+    signed = signed.transpose(0, 1)  # (c, f, taps)
+    w = torch.cat([signed.clamp(min=0), (-signed).clamp(min=0)], dim=1)
+    turned = bool((given < 0).any())
+    if turned:  # a negative activation turns the sign of its products around
+        w = torch.cat([w, torch.cat([(-signed).clamp(min=0), signed.clamp(min=0)], dim=1)], dim=2)
+    every = torch.arange(layer.channels)
+    took = {g: None if torch.equal(i.flatten(), every) and i.shape[1] == 1 else i for g, i in slots.items()}
+    parts = {g: w if i is None else w[i].transpose(1, 2).flatten(2) for g, i in took.items()}  # (n, 2f, width · taps)
+    best = {g: given.new_zeros(len(i)) for g, i in slots.items()}
+    flat = w.transpose(0, 1).flatten(1)  # (2f, c · taps)
+    tiny = torch.finfo(given.dtype).tiny
+    few = max(1, CHUNK // (max(map(len, slots.values())) * w.shape[1]))
+    for block in _blocks(layer, given):
+        if turned:
+            block = torch.cat([block.clamp(min=0), (-block).clamp(min=0)], dim=1)
+        for x in torch.split(block, few, dim=2):
+            one_over = (flat @ x.flatten(0, 1)).clamp_(min=tiny).reciprocal_()  # (2f, positions)
+            for g, index in took.items():
+                mine = x if index is None else x[index].flatten(1, 2)  # (n, width · taps, positions)
+                best[g] = torch.maximum(best[g], torch.bmm(parts[g], mine).mul_(one_over).amax(dim=(1, 2)))
     yield from best.items()
+
+
+def _blocks(layer: Layer, given: Tensor) -> Iterator[Tensor]:
+    """Patches (c, taps, positions): of one image at a time, or of all rows of a linear layer."""
+    if not layer.dims:
+        yield given.flatten(0, -2).t().contiguous()[:, None]
+        return
+    for image in torch.split(given, 1):
+        if layer.dims == 2:
+            columns = F.unfold(padded(layer, image), layer.kernel, layer.dilation, 0, layer.stride)[0]
+        else:
+            columns = patches(layer, image, image)[0].t()
+        yield columns.reshape(layer.channels, -1, columns.shape[1])
 
 
 def _transposed(layer: Layer, weight: Tensor, given: Tensor, slots: Slots) -> Iterator[tuple[int, Tensor]]:
@@ -128,16 +133,20 @@ def _transposed(layer: Layer, weight: Tensor, given: Tensor, slots: Slots) -> It
     }
     w = torch.cat([weight.clamp(min=0), (-weight).clamp(min=0)], dim=1)
     swapped = torch.cat([(-weight).clamp(min=0), weight.clamp(min=0)], dim=1)
-    sides = ((given.clamp(min=0), w), ((-given).clamp(min=0), swapped))
+    tiny = torch.finfo(given.dtype).tiny
+    best = {g: given.new_zeros(len(index)) for g, index in slots.items()}
+    for image in torch.split(given, 1):
+        sides = ((image.clamp(min=0), w), ((-image).clamp(min=0), swapped))
 
-    def spread(index: Tensor | None) -> Tensor:
-        """(b, n, 2f, positions): what every channel adds; without an index, all of them together as n = 1."""
-        n = 1 if index is None else len(index)
-        took = [(x, v) if index is None else (x[:, index], v[index]) for x, v in sides]
-        out: Tensor = up(*took[0], groups=n, **shape) + up(*took[1], groups=n, **shape)
-        return torch.unflatten(out.flatten(2), 1, (n, 2 * layer.filters))
+        def added(index: Tensor | None, sides: Any = sides) -> Tensor:
+            """(n, 2f, positions): what every channel adds; without an index all of them together, n = 1."""
+            n = 1 if index is None else len(index)
+            took = [(x, v) if index is None else (x[:, index], v[index]) for x, v in sides]
+            out: Tensor = up(*took[0], groups=n, **shape) + up(*took[1], groups=n, **shape)
+            return out.reshape(n, 2 * layer.filters, -1)
 
-    total = spread(None).clamp_(min=torch.finfo(given.dtype).tiny)
-    for g, index in slots.items():
-        added = torch.stack([spread(column) for column in index.unbind(1)]).sum(0)
-        yield g, (added / total).amax(dim=(0, 2, 3))
+        total = added(None).clamp_(min=tiny)
+        for g, index in slots.items():
+            mine = torch.stack([added(column) for column in index.unbind(1)]).sum(0)
+            best[g] = torch.maximum(best[g], (mine / total).amax(dim=(1, 2)))
+    yield from best.items()

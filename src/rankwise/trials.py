@@ -37,23 +37,24 @@ def random_copy(model: nn.Module) -> nn.Module:
     probe = copy_model(model).double().eval()
     random = torch.Generator().manual_seed(0)
 
-    def normal(t: Tensor, size: float) -> Tensor:
-        return size * torch.randn(t.shape, generator=random, dtype=torch.float64).to(t.device)
+    def around(t: Tensor, middle: float, reach: float) -> None:
+        t.uniform_(middle - reach, middle + reach, generator=random if t.device.type == "cpu" else None)
 
     with torch.no_grad():
         for module in probe.modules():
             part = part_of(module, "")
             for name, value in module.named_parameters(recurse=False):
                 if part is not None and part.layer is not None and name == "weight":
-                    value.copy_(normal(value, math.sqrt(2 * part.outputs / max(1, value.numel()))))
+                    around(value, 0.0, math.sqrt(6 * part.outputs / max(1, value.numel())))
                 elif isinstance(module, NORMS) and name == "weight":
-                    value.copy_(1 + normal(value, 0.2))
+                    around(value, 1.0, 0.5)
                 elif value.is_floating_point():
-                    value.add_(normal(value, 0.1))
+                    around(noise := torch.empty_like(value), 0.0, 0.2)
+                    value.add_(noise)
             if isinstance(module, NORMS) and module.running_var is not None:
                 assert isinstance(module.running_mean, Tensor)
-                module.running_mean.copy_(normal(module.running_mean, 0.1))
-                module.running_var.copy_(0.5 + normal(module.running_var, 0.5).abs())
+                around(module.running_mean, 0.0, 0.2)
+                around(module.running_var, 1.0, 0.5)
     return probe
 
 
