@@ -1,13 +1,14 @@
 """The dependency graph of a network: which outputs and inputs of which modules are one and the same channel.
 
 torch-pruning follows the network through autograd; here its answer becomes plain sets. It does not know
-that padding along the channels shifts them, so that is told to it.
+that padding along the channels shifts them, and has to guess what a flatten does, so it is told both.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,34 +54,45 @@ class Links:
         return found
 
 
-class _Pads(TorchFunctionMode):
-    """Notes where a network pads along its channels: zeros before, and how many channels were there."""
+@dataclass(frozen=True)
+class _Move:
+    """How the indices of channels change at an operation: `times` as many (flatten), shifted by `before` (padding)."""
+
+    wide: int
+    times: int = 1
+    before: int = 0
+
+    def there(self, places: list[Any]) -> list[Any]:
+        return [p._replace(idx=p.idx * self.times + k + self.before) for p in places for k in range(self.times)]
+
+    def back(self, places: list[Any]) -> list[Any]:
+        """Zeros of a padding belong to nobody."""
+        old = [p._replace(idx=(p.idx - self.before) // self.times) for p in places]
+        return list(dict.fromkeys(p for p in old if 0 <= p.idx < self.wide))
+
+
+class _Moves(TorchFunctionMode):
+    """Notes where a network pads along its channels, axis 1, or flattens them with what follows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[Any, tuple[int, int]] = {}
+        self.seen: dict[Any, _Move] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in ("pad", "constant_pad_nd") and isinstance(out, Tensor):
-            given = args[0] if args else (kwargs or {})["input"]
-            pad = (args[1:2] or [v for k, v in (kwargs or {}).items() if k == "pad"] or [()])[0]
-            at = 2 * (given.ndim - 2)  # pairs from the last axis on; the channels are axis 1
-            if given.ndim > 2 and len(pad) >= at + 2 and out.grad_fn is not None:
-                self.seen[out.grad_fn] = (int(pad[at]), int(given.shape[1]))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name, given = getattr(func, "__name__", ""), args[0] if args else kwargs.get("input")
+        if not isinstance(out, Tensor) or not isinstance(given, Tensor) or given.ndim < 3 or out.grad_fn is None:
+            return out
+        wide = given.shape[1]
+        if name in ("flatten", "reshape", "view") and out.shape == (given.shape[0], given[0].numel()):
+            self.seen[out.grad_fn] = _Move(wide, times=given[0, 0].numel())
+        elif name in ("pad", "constant_pad_nd"):
+            pad = args[1] if len(args) > 1 else kwargs["pad"]
+            at = 2 * (given.ndim - 2)  # pairs from the last axis on
+            if len(pad) >= at + 2:
+                self.seen[out.grad_fn] = _Move(wide, before=int(pad[at]))
         return out
-
-
-class _Shift:
-    """How indices change at such a padding: by `before`, or back, where zeros belong to nobody."""
-
-    def __init__(self, before: int, wide: int, back: bool) -> None:
-        self.before, self.wide, self.back = before, wide, back
-
-    def __call__(self, places: list[Any]) -> list[Any]:
-        if not self.back:
-            return [p._replace(idx=p.idx + self.before) for p in places]
-        return [p._replace(idx=p.idx - self.before) for p in places if 0 <= p.idx - self.before < self.wide]
 
 
 def follow(model: nn.Module, example: Any) -> Links:
@@ -107,10 +119,10 @@ def _build(model: nn.Module, example: Any) -> Any:
     tp = need("torch_pruning", extra="prune", purpose="removing filters")
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    pads = _Pads()
+    moves = _Moves()
 
     def forward(network: nn.Module, given: Any) -> list[Tensor]:
-        with pads:
+        with moves:
             out = [t for t in tensors_of(run_example(network, given)) if t.grad_fn is not None]
         if not out:
             raise RankwiseError("no gradient reaches the network's output, so its graph cannot be followed")
@@ -128,15 +140,16 @@ def _build(model: nn.Module, example: Any) -> Any:
                 f"torch-pruning cannot follow this network ({type(err).__name__}: {first}): use another method"
             ) from err
     for node in list(graph.module2node.values()):
-        if node.grad_fn in pads.seen:
-            before, wide = pads.seen[node.grad_fn]
-            for other in node.inputs:
-                _shift(node.dependencies, other, _Shift(before, wide, back=True))
-                _shift(other.dependencies, node, _Shift(before, wide, back=False))
+        if node.grad_fn not in moves.seen:
+            continue
+        move = moves.seen[node.grad_fn]
+        for other in node.inputs:
+            _set(node.dependencies, other, move.back)
+            _set(other.dependencies, node, move.there)
     return graph
 
 
-def _shift(dependencies: Iterable[Any], target: Any, mapping: _Shift) -> None:
+def _set(dependencies: Iterable[Any], target: Any, mapping: Any) -> None:
     for dependency in dependencies:
         if dependency.target is target:
             dependency.index_mapping[0] = mapping

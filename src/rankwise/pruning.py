@@ -68,11 +68,8 @@ def plan_filters(
         first = next((f"{g.names('out')[0]}: {g.reason}" for g in channels.fixed), "it has no layers")
         raise RankwiseError(f"no filter of the model can be removed ({first}): use a method that decomposes layers")
     kept, objective = (_constant if settings.split == "constant" else _minimax)(channels, groups, scores, limits)
-    stay = [
-        sorted(torch.argsort(s, descending=True, stable=True)[:n].tolist()) for s, n in zip(scores, kept, strict=True)
-    ]
-    found = entries(channels, groups, stay)
-    after = cost(channels, groups, kept)
+    stay = [sorted(s.argsort(descending=True, stable=True)[:n].tolist()) for s, n in zip(scores, kept, strict=True)]
+    found, after = entries(channels, groups, stay), cost(channels, groups, kept)
     why = why_not(probe, example, found, readers(groups, stay), after.macs or 0)
     if why is not None:
         raise RankwiseError(
@@ -86,19 +83,20 @@ def plan_filters(
         after=after,
         layers=_all_layers(model, coverage, channels, unseen, found),
         settings=asdict(settings),
-        search={
-            "objective": objective,
-            "groups": [
-                {"layers": _makers(channels, g), "channels": g.size, "kept": n}
-                for g, n in zip(groups, kept, strict=True)
-            ],
-            "whole": [
-                {"layers": _makers(channels, g), "channels": g.size, "reason": unseen.get(g, g.reason)}
-                for g in channels.groups
-                if g.reason or g in unseen
-            ],
-        },
+        search={"objective": objective, **_findings(channels, groups, kept, unseen)},
     )
+
+
+def _findings(
+    channels: Channels, groups: Sequence[Group], kept: Sequence[int], unseen: dict[Group, str]
+) -> dict[str, Any]:
+    """What became of every group: how many of its channels are kept, or why it stays whole."""
+    held = [(g, g.reason or unseen[g]) for g in channels.groups if g.reason or g in unseen]
+    cut = zip(groups, kept, strict=True)
+    return {
+        "groups": [{"layers": _makers(channels, g), "channels": g.size, "kept": n} for g, n in cut],
+        "whole": [{"layers": _makers(channels, g), "channels": g.size, "reason": why} for g, why in held],
+    }
 
 
 def _makers(channels: Channels, group: Group) -> list[str]:
