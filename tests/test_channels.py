@@ -188,6 +188,25 @@ def test_the_network_is_left_alone() -> None:
     handle.remove()
 
 
+def test_an_example_of_zeros_hides_nothing() -> None:
+    """Without biases the network gives zeros for zeros, and any mapping would look right."""
+    model = nn.Sequential(nn.Linear(5, 8, bias=False), Halve(), nn.Linear(4, 3, bias=False)).eval()
+    for example in (torch.zeros(2, 5), (torch.zeros(2, 5),), {"input": torch.zeros(2, 5)}):
+        assert not study(model, example).free
+    model = nn.Sequential(nn.Linear(5, 8, bias=False), nn.Linear(8, 4, bias=False), Zero()).eval()
+    assert trials.SILENT in {g.reason for g in study(model, torch.randn(2, 5)).fixed}
+
+
+class Halve(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :4] * x[:, 4:]
+
+
+class Zero(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1) * 0
+
+
 def test_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = make("flat")
     assert "example input" in check_sentence(lambda: ch.find_channels(model, None, rw.find_layers(model)))

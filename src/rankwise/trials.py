@@ -27,6 +27,7 @@ from rankwise.surgery import copy_model
 NEEDED = "the network cannot run without all of its channels"
 OUTPUT = "its filters are what the network gives out"
 MIXED = "without its channels the others change too, or torch-pruning cannot follow its graph"
+SILENT = "the network gives nothing but zeros, so that nothing can be tried"
 OUTSIDE = "the network multiplies its channels outside of its layers"
 TOLERANCE = 1e-8  # of the largest output, in float64
 Dead = Mapping[str, list[int]]  # inputs that a layer must not see, by layer
@@ -60,7 +61,10 @@ def random_copy(model: nn.Module) -> nn.Module:
 
 def why_not(probe: nn.Module, example: Any, entries: list[Pruned], dead: Dead, macs: int) -> str | None:
     """None if the narrowed network is right, counted macs included; otherwise the reason why it is not."""
+    example = _lively(example)
     whole, _ = _run(probe, example, dead)
+    if not any(bool(t.any()) for t in whole):
+        return SILENT
     try:
         with _narrow(probe, entries):
             thin, counted = _run(probe, example, {})
@@ -71,6 +75,19 @@ def why_not(probe: nn.Module, example: Any, entries: list[Pruned], dead: Dead, m
     if not all(_same(a, b) for a, b in zip(whole, thin, strict=True)):
         return MIXED
     return None if counted == macs else OUTSIDE
+
+
+def _lively(example: Any) -> Any:
+    """The example with random numbers in place of tensors that are all one number: zeros would hide mistakes."""
+    if isinstance(example, Mapping):
+        return {k: _lively(v) for k, v in example.items()}
+    if isinstance(example, tuple | list):
+        return tuple(_lively(v) for v in example)
+    if not isinstance(example, Tensor) or not example.is_floating_point() or example.numel() < 2:
+        return example
+    if not bool((example == example.flatten()[0]).all()):
+        return example
+    return torch.randn(example.shape, generator=torch.Generator().manual_seed(1)).to(example)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
