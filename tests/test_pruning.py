@@ -89,6 +89,11 @@ def test_the_network_without_some_channels(name: str, method: str, budget: dict[
     for unit, limit in (("params", budget.get("keep")), ("macs", budget.get("macs"))):
         assert limit is None or plan.keep(unit) <= limit
     for entry in plan.pruned:
+        module = model.get_submodule(entry.name)
+        if isinstance(module, nn.Linear):
+            assert entry.wide == (module.out_features, module.in_features)
+        elif len(entry.shape) > 1:
+            assert entry.wide == (module.out_channels, module.in_channels)
         own = sum(p.numel() for p in small.get_submodule(entry.name).parameters(recurse=False))
         assert own == entry.after.params
     named = {e.name for e in plan.layers}

@@ -206,8 +206,7 @@ def _reason(root: Place, sides: list[tuple[str, str]], reasons: dict[Place, str]
     held = [name for name, _ in sides if name in blocked]
     if not held:
         return ""
-    own = [name for name, side in sides if side == "out"]
-    return blocked[held[0]] if own == held[:1] else f"it meets {held[0]!r}: {blocked[held[0]]}"
+    return blocked[held[0]] if sides[0] == (held[0], "out") else f"it meets {held[0]!r}: {blocked[held[0]]}"
 
 
 def _tried(channels: Channels, probe: nn.Module, example: Any) -> Channels:

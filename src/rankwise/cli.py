@@ -245,7 +245,7 @@ def check_coverage(coverage: Coverage, strict: bool, prunes: bool) -> None:
 
 def check_pruned(plan: Plan) -> None:
     """--strict for methods that remove filters: every filter must be free to go, but for the network's output."""
-    held = [g for g in plan.search.get("whole", ()) if g["reason"] not in (OUTPUT, EXCLUDED)]
+    held = [g for g in plan.search.get("whole", ()) if g["reason"] != OUTPUT and not g["reason"].endswith(EXCLUDED)]
     if held:
         first = "; ".join(f"{g['layers'][0]}: {g['reason']}" for g in held[:3])
         raise RankwiseError(
@@ -280,7 +280,8 @@ def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: d
 def _print_plan(plan: Plan, scores: dict[str, Any] | None) -> None:
     terminal = show.console()
     terminal.print(show.plan_grid(plan, str(plan.settings.get("error", "energy"))))
-    whole = [s for s in plan.kept if s.reason not in (OTHER_KIND, EXCLUDED)]
+    whole = [f"{s.name} ({s.reason})" for s in plan.kept if s.reason not in (OTHER_KIND, EXCLUDED)]
+    whole = show.held_filters(plan) if plan.pruned else whole
     if whole:
-        terminal.print("left whole: " + "; ".join(f"{s.name} ({s.reason})" for s in whole))
+        terminal.print("left whole: " + "; ".join(whole))
     terminal.print(show.before_after_grid(plan, scores))

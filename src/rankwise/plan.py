@@ -67,6 +67,14 @@ class Pruned:
     before: Cost
     after: Cost
 
+    @property
+    def wide(self) -> tuple[int, int]:
+        """Outputs and inputs before; modules with every channel on its own have as many of both."""
+        if len(self.shape) == 1 or (self.filters is not None and self.filters == self.channels and self.shape[1] == 1):
+            return self.shape[0], self.shape[0]
+        turned = self.kind == "Conv1D" or self.kind.startswith("ConvTranspose")
+        return (self.shape[1], self.shape[0]) if turned else (self.shape[0], self.shape[1])
+
     def check(self, outputs: int, inputs: int) -> None:
         """Refuse indices that a module with so many outputs and inputs does not have."""
         for what, kept, wide in (("filters", self.filters, outputs), ("channels", self.channels, inputs)):

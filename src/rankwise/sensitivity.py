@@ -24,6 +24,7 @@ from rankwise.layer import Layer, canonical
 from rankwise.probe import batches, check_finite, check_some, padded, patches
 
 CHUNK = 2**18  # numbers in one go: what a processor's cache holds
+LEAST = 64  # positions in one go, so that large weights are not read again for every position
 Slots = dict[int, Tensor]  # group → (channels, indices of each) at one reader
 
 
@@ -97,7 +98,7 @@ def _straight(layer: Layer, weight: Tensor, given: Tensor, slots: Slots) -> Iter
     best = {g: given.new_zeros(len(i)) for g, i in slots.items()}
     flat = w.transpose(0, 1).flatten(1)  # (2f, c · taps)
     tiny = torch.finfo(given.dtype).tiny
-    few = max(1, CHUNK // (max(map(len, slots.values())) * w.shape[1]))
+    few = max(LEAST, CHUNK // (max(map(len, slots.values())) * w.shape[1]))
     for block in _blocks(layer, given):
         if turned:
             block = torch.cat([block.clamp(min=0), (-block).clamp(min=0)], dim=1)
@@ -105,8 +106,15 @@ def _straight(layer: Layer, weight: Tensor, given: Tensor, slots: Slots) -> Iter
             one_over = (flat @ x.flatten(0, 1)).clamp_(min=tiny).reciprocal_()  # (2f, positions)
             for g, index in took.items():
                 mine = x if index is None else x[index].flatten(1, 2)  # (n, width · taps, positions)
-                best[g] = torch.maximum(best[g], torch.bmm(parts[g], mine).mul_(one_over).amax(dim=(1, 2)))
+                best[g] = torch.maximum(best[g], _largest(parts[g], mine, one_over))
     yield from best.items()
+
+
+def _largest(w: Tensor, x: Tensor, one_over: Tensor) -> Tensor:
+    """max over outputs and positions of (w · x) · one_over for each of n channels, a few channels at a time."""
+    some = max(1, CHUNK // one_over.numel())
+    both = zip(torch.split(w, some), torch.split(x, some), strict=True)
+    return torch.cat([torch.bmm(a, b).mul_(one_over).amax(dim=(1, 2)) for a, b in both])
 
 
 def _blocks(layer: Layer, given: Tensor) -> Iterator[Tensor]:

@@ -122,17 +122,34 @@ def _pruned_grid(plan: Plan) -> Grid:
         grid.add_column(name, justify="right")
     for entry in plan.pruned:
         before, after = entry.before, entry.after
+        outputs, inputs = entry.wide
         grid.add_row(
             entry.name,
             "×".join(map(str, entry.shape)),
-            "all" if entry.filters is None else count(len(entry.filters)),
-            "all" if entry.channels is None else count(len(entry.channels)),
+            _of(entry.filters, outputs),
+            "" if len(entry.shape) == 1 else _of(entry.channels, inputs),
             count(after.params),
             percent(after.params, before.params),
             count(after.macs) if before.macs else "",
             percent(after.macs, before.macs),
         )
     return grid
+
+
+def _of(kept: tuple[int, ...] | None, wide: int) -> str:
+    return f"{wide if kept is None else len(kept)} of {wide}"
+
+
+def held_filters(plan: Plan) -> list[str]:
+    """Filters that must stay and why, as the search of a plan says; a plan that was edited may say anything."""
+    said = []
+    groups = plan.search.get("whole")
+    for group in groups if isinstance(groups, list) else ():
+        layers = group.get("layers") if isinstance(group, dict) else None
+        if isinstance(layers, list) and layers:
+            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+            said.append(f"{group.get('channels')} filters of {layers[0]}{more} ({group.get('reason')})")
+    return said
 
 
 def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
