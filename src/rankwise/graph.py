@@ -6,6 +6,7 @@ that padding along the channels shifts them, and has to guess what a flatten doe
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,8 +86,8 @@ class _Moves(TorchFunctionMode):
         if not isinstance(out, Tensor) or not isinstance(given, Tensor) or given.ndim < 3 or out.grad_fn is None:
             return out
         wide = given.shape[1]
-        if name in ("flatten", "reshape", "view") and out.shape == (given.shape[0], given[0].numel()):
-            self.seen[out.grad_fn] = _Move(wide, times=given[0, 0].numel())
+        if name in ("flatten", "reshape", "view") and out.shape == (given.shape[0], math.prod(given.shape[1:])):
+            self.seen[out.grad_fn] = _Move(wide, times=math.prod(given.shape[2:]))
         elif name in ("pad", "constant_pad_nd"):
             pad = args[1] if len(args) > 1 else kwargs["pad"]
             at = 2 * (given.ndim - 2)  # pairs from the last axis on
@@ -108,8 +109,14 @@ def follow(model: nn.Module, example: Any) -> Links:
             continue
         if all((name, "out", i) in links.parent for i in range(part.outputs)):
             continue
-        remove = graph.get_pruner_of_module(module).prune_out_channels
-        group = graph.get_pruning_group(module, remove, list(range(part.outputs)))
+        try:
+            remove = graph.get_pruner_of_module(module).prune_out_channels
+            group = list(graph.get_pruning_group(module, remove, list(range(part.outputs))))
+        except Exception as err:  # whatever it stumbles over, the layer stays and says so
+            for i in range(part.outputs):
+                place = links.find((name, "out", i))
+                links.reasons.setdefault(place, f"torch-pruning cannot follow it ({type(err).__name__})")
+            continue
         for item in group:
             _link(links, graph, names, name, item.dep, item.idxs, item.root_idxs)
     return links
