@@ -149,6 +149,7 @@ def build_table(
     if decompositions is None:
         decompositions = ("svd",) if data is None else ("svd", "pca")
     others = settings_for("auto", **changes)
+    assert isinstance(others, Settings), "auto decomposes"
     settings = replace(others, folds=folds, groups=groups, decompositions=tuple(decompositions), error=error)
     return table_for(model, coverage, settings, calibration(data, example), progress)
 
