@@ -10,7 +10,7 @@ gathered and a column of a kernel cannot: the supplement's constrained clusterin
 
 The problem is NP-hard. Like the original, expectation–maximisation finds a local optimum from several starts:
 every channel goes to its nearest subspace, every subspace becomes the best one for its channels. One start is
-`consecutive`, so the result is never worse than that by its own objective.
+`consecutive`, and what is found is compared with it once more at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rankwise.cost import Option, costs, slice_width
+from rankwise.cost import Option, costs, groups_for, slice_width
 from rankwise.decompose import cut
 from rankwise.errors import RankwiseError
 from rankwise.fold import fold_for
@@ -43,6 +43,15 @@ def check_clustering(name: str) -> str:
     return name
 
 
+def cluster_counts(groups: object, layer: Layer) -> list[int]:
+    """Numbers of clusters that a request such as 3, [3, 5] or "all" means: never more than there are channels."""
+    wanted = groups_for(groups, layer)  # type: ignore[arg-type]
+    if isinstance(groups, str):
+        return wanted
+    asked = [groups] if isinstance(groups, int) else list(groups)  # type: ignore[call-overload]
+    return sorted({min(k, layer.channels) for k in asked})
+
+
 def options(
     weight: Tensor, layer: Layer, groups: int, clustering: str = "projective", seed: int = 0, starts: int = 5
 ) -> list[Option]:
@@ -60,10 +69,14 @@ def options(
     if clustering == "consecutive" or k in (1, layer.channels) or not bool(whole.any()):
         found = [near]
     elif clustering == "kmeans":
-        found = [_search(columns, near, k, _means, seed, starts)]
+        found = [_search(columns, near, k, _means, 1, seed, starts)]
     else:
         robust = clustering == "projective-robust"
-        found = [_search(columns, near, k, _subspaces(j, robust), seed, starts) for j in _dimensions(layer, near)]
+        found = []
+        for j in _dimensions(layer, near):
+            few = -(-j // columns.shape[2])  # channels that span j dimensions
+            best = _search(columns, near, k, _subspaces(j, robust), few, seed, starts)
+            found.append(best if robust else min(best, near, key=lambda c: _lost(columns, c, j)))
     return [Option(fold, k, "messi", clusters=clusters) for clusters in dict.fromkeys(found)]
 
 
@@ -80,18 +93,32 @@ def _dimensions(layer: Layer, clusters: Clusters) -> list[int]:
     return sorted({max(1, round(share * most)) for share in SHARES})
 
 
-def _search(columns: Tensor, near: Clusters, k: int, fit: Fit, seed: int, starts: int) -> Clusters:
-    """The best of several runs, the first one from consecutive slices."""
+def _lost(columns: Tensor, clusters: Clusters, rank: int) -> float:
+    """Σ of squared distances from the best subspaces of the clusters, exactly."""
+    lost = 0.0
+    for members in clusters:
+        mine = columns[:, list(members)].flatten(1)
+        small = mine @ mine.t() if len(mine) < mine.shape[1] else mine.t() @ mine
+        lost += float(torch.linalg.eigvalsh(small).clamp_min(0)[: max(0, len(small) - rank)].sum())
+    return lost
+
+
+def _search(columns: Tensor, near: Clusters, k: int, fit: Fit, few: int, seed: int, starts: int) -> Clusters:
+    """The best of several runs: the first from consecutive slices, the others from `few` random channels each."""
     channels = columns.shape[1]
     random = torch.Generator().manual_seed(seed)
     best: tuple[float, Tensor] | None = None
     for start in range(max(1, starts)):
-        assigned = torch.empty(channels, dtype=torch.int64)
+        assigned = torch.full((channels,), -1)
         if start == 0:
             for i, members in enumerate(near):
                 assigned[list(members)] = i
         else:
-            assigned = (torch.arange(channels) % k)[torch.randperm(channels, generator=random)]
+            order = torch.randperm(channels, generator=random)
+            for i, chosen in enumerate(order[: k * max(1, min(few, channels // k))].chunk(k)):
+                assigned[chosen] = i
+            cost, _ = fit(columns, assigned, k, None)
+            assigned = _fill_empty(cost.argmin(dim=0), cost, k)
         found = _improve(columns, assigned, k, fit)
         if best is None or found[0] < best[0]:
             best = found
@@ -141,7 +168,7 @@ def _subspaces(rank: int, robust: bool) -> Fit:
         if not robust:
             return cost, bases
         for _ in range(2):  # weighted by 1/distance, squared distances become plain ones
-            far = cost.gather(0, assigned[None])[0].sqrt()
+            far = cost.gather(0, assigned.clamp_min(0)[None])[0].sqrt()
             weights = 1 / far.clamp_min(1e-6 * float(far.max()) + 1e-300)
             bases = _bases(columns, assigned, k, bases, weights)
             cost = _distances(columns, bases)
@@ -157,8 +184,9 @@ def _subspaces(rank: int, robust: bool) -> Fit:
             if len(mine) <= SMALL:
                 found.append(torch.linalg.eigh(mine @ mine.t())[1][:, -rank:])
                 continue
-            basis = state[i] if state else mine[:, :rank]
-            for _ in range(1 if state else 3):
+            warm = state is not None and state[i].shape[1] == rank
+            basis = state[i] if state is not None and warm else mine[:, :rank]
+            for _ in range(1 if warm else 3):
                 basis = torch.linalg.qr(mine @ (mine.t() @ basis))[0]
             found.append(basis)
         return found

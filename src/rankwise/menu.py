@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rankwise.clusters import cluster_counts
 from rankwise.cost import Ints, Option, costs, groups_for
 from rankwise.decompose import Array
 from rankwise.errors import RankwiseError
@@ -94,9 +95,9 @@ class Menu:
         found = [self.dense]
         # Cheapest lower bounds first: an offer that cannot beat what is there needs no evaluation at all.
         floor = [(max(1, int((-o.curve.lower).searchsorted(-level))), o) for o in self.offers]
-        for least, offer in sorted(floor, key=lambda f: f[1].cost(f[0])[0]):
-            hopeless = any(p.fits(offer.cost(least)) for p in found)
-            if least <= offer.most and not hopeless:
+        able = [(least, o) for least, o in floor if least <= o.most]
+        for least, offer in sorted(able, key=lambda f: f[1].cost(f[0])[0]):
+            if not any(p.fits(offer.cost(least)) for p in found):
                 rank = max(1, offer.curve.first(level))
                 if rank <= offer.most:
                     found = pareto([*found, offer.point(rank)])
@@ -150,23 +151,29 @@ def _menu(table: Table, layer: Layer, units: tuple[str, ...], measure: str, opti
 
 
 def _wanted(table: Table, layer: Layer, folds: object, groups: object, decompositions: tuple[str, ...]) -> list[Option]:
-    """The table's options for a layer, narrowed to those a method asks for."""
-    everything = table.options(layer)
-    slices = [o for o in everything if o.decomposition == "svd"]
-    found = [o for o in everything if o.decomposition != "svd" and o.decomposition in decompositions]
-    if "svd" in decompositions:
-        found = [*_narrowed(slices, layer, folds, groups), *found]
-    elif "tucker2" in decompositions and not has_taps(layer):
-        found = [*_narrowed(slices, layer, 0, 1), *found]
-    elif "messi" in decompositions and layer.groups > 1:
-        found = [*_narrowed(slices, layer, 0, groups), *found]
-    there = {o.decomposition for la in table.coverage.layers for o in table.options(la)}
-    missing = sorted(set(decompositions) - there - ({"tucker2"} if not has_taps(layer) else set()))
-    if missing and there:
+    """The table's options for a layer, narrowed to those a method asks for.
+
+    A layer that the calibration data does not reach may have none.
+    """
+    missing = [d for d in decompositions if d not in table.decompositions]
+    if missing:
         raise RankwiseError(
             f"the table has no {missing[0]!r}: build it with decompositions={decompositions!r}"
             f"{', and calibration data (data=)' if missing[0] == 'pca' else ''}"
         )
+    everything = table.options(layer)
+    slices = [o for o in everything if o.decomposition == "svd"]
+    found: list[Option] = []
+    for decomposition in decompositions:
+        own = [o for o in everything if o.decomposition == decomposition]
+        if decomposition == "svd":
+            own = _narrowed(slices, layer, folds, groups)
+        elif decomposition == "tucker2" and not has_taps(layer):
+            own = _narrowed(slices, layer, 0, 1)
+        elif decomposition == "messi":
+            ks = cluster_counts(groups, layer)
+            own = [o for o in own if o.groups in ks] if layer.groups == 1 else _narrowed(slices, layer, 0, groups)
+        found += [o for o in own if o not in found]
     return found
 
 
@@ -189,7 +196,7 @@ def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object) 
 
         asked = {matrix(f): f for f in folds_for(folds, layer.dims)}  # type: ignore[arg-type]
         missing_folds = set(asked) - {matrix(o.fold) for o in everything}
-        if missing_folds:
+        if missing_folds and everything:
             fold = asked[missing_folds.pop()]
             raise RankwiseError(
                 f"the table has no spectra for the fold {fold} of {layer.name!r}: build it with that fold"

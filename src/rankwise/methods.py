@@ -5,7 +5,7 @@ A method is a value. Another ablation is another row in the registry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,6 +164,8 @@ def table_for(
             f"{what!r} looks at what flows through the layers, and no calibration data was given: "
             f"pass data= (on the command line: --data)"
         )
+    if isinstance(data, Iterator) and settings.error == "output":
+        data = list(data)  # read more than once
     weights = module_weights(model, coverage)
     table = build(
         coverage,
@@ -172,7 +174,7 @@ def table_for(
         settings.groups,
         progress,
         settings.decompositions,
-        settings.clustering,
+        settings.clustering or "projective",
         settings.seed,
         settings.starts,
     )
@@ -190,18 +192,22 @@ def table_for(
 
 def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: Any) -> None:
     """Add the measure `output` to every option that comes from the weights; a layer at a time leaves memory again."""
+    overlapping = [layer for layer in table.coverage.layers if layer.transposed]
+    outputs = output_moments(model, data, overlapping) if overlapping else {}
     for layer, seen in each_input_moments(model, data, table.coverage.layers):
-        weight = weights[layer.name]
-        for name, option in [*table.spectra]:
-            if name == layer.name and seen.count:
-                table.given[name, option] = {"output": response.slice_curve(weight, layer, option, seen)}
-        family = tucker.family(layer)
-        if (layer.name, family) in table.given and seen.count:
-            table.given[layer.name, family]["output"] = response.tucker_curves(weight, layer, seen)
+        family = (layer.name, tucker.family(layer))
+        mine = [key for key in table.spectra if key[0] == layer.name]
         if not seen.count:  # the data does not reach it, so nobody knows what it would lose
-            for key in [k for k in table.spectra if k[0] == layer.name]:
+            for key in mine:
                 del table.spectra[key]
-            table.given.pop((layer.name, family), None)
+            table.given.pop(family, None)
+            continue
+        weight = weights[layer.name]
+        whole = response.variance(weight, layer, seen, outputs.get(layer.name))
+        for key in mine:
+            table.given[key] = {"output": response.slice_curve(weight, layer, key[1], seen, whole)}
+        if family in table.given:
+            table.given[family]["output"] = response.tucker_curves(weight, layer, seen, whole)
 
 
 def calibration(data: Any, example: Any = None, count: int = 256) -> Any:

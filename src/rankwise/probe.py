@@ -106,7 +106,7 @@ def _collect(
 ) -> Iterator[tuple[Layer, Moments]]:
     """Run the data once for each pass; a pass takes as many layers as their covariances fit into memory."""
     passes = _passes(list(layers), size, max_gb)
-    if len(passes) > 1 and iter(data) is data:
+    if len(passes) > 1 and isinstance(data, Iterator):
         raise RankwiseError(
             f"the covariances need {len(passes)} passes over the calibration data, and a generator can be read once: "
             f"give a list, or raise max_gb={max_gb:g}"

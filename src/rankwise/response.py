@@ -4,10 +4,10 @@ With M = E[x xᵀ] of the patches a layer sees, an approximation Ŵ changes the 
 
     E ‖(W − Ŵ) x‖² = Σ_f δ_f M δ_fᵀ,   δ_f the rows of W − Ŵ,
 
-given relative to the outputs' variance. `pca` is measured the same way (pca.py), so all decompositions can be
-compared. Truncation is not optimal in this norm, so the error may rise a little where a rank is added; a curve
-holds the largest error from each rank on. Of a transposed convolution, whose taps overlap in the output, every
-tap is counted on its own.
+given relative to the outputs' variance (to their energy, where they never vary). `pca` is measured the same way
+(pca.py), so all decompositions can be compared. Truncation is not optimal in this norm, so the error may rise a
+little where a rank is added; a curve holds the largest error from each rank on. Of a transposed convolution, whose
+taps overlap in the output, every tap is counted on its own.
 """
 
 from __future__ import annotations
@@ -26,14 +26,27 @@ from rankwise.layer import Layer, canonical
 from rankwise.moments import Moments
 
 
-def variance(weight: Tensor, layer: Layer, seen: Moments) -> float:
-    """Σ_f Var(y_f) over the calibration data."""
+def variance(weight: Tensor, layer: Layer, seen: Moments, outputs: Moments | None = None) -> float:
+    """Σ_f Var(y_f) over the calibration data, or Σ_f E[y_f²] where nothing varies.
+
+    From the `outputs` where they are known: the patches of a transposed convolution do not say where they overlap.
+    """
+    if outputs is not None:
+        each = float(outputs.covariance.diagonal(dim1=1, dim2=2).sum())
+        whole = each * outputs.count / max(1, seen.count)  # taps are counted for each input position
+    else:
+        whole = _through(weight, layer, seen.covariance)
+    energy = _through(weight, layer, seen.second_moment)
+    return whole if whole > 1e-12 * energy else energy
+
+
+def _through(weight: Tensor, layer: Layer, moment: Tensor) -> float:
     rows = canonical(weight.detach(), layer).flatten(2).to("cpu", torch.float64)
-    return float(torch.einsum("gfa,gab,gfb->", rows, _patches(layer, seen.covariance), rows))
+    return float(torch.einsum("gfa,gab,gfb->", rows, _patches(layer, moment), rows))
 
 
-def slice_curve(weight: Tensor, layer: Layer, option: Option, seen: Moments) -> Array:
-    """Error by rank of the svd of slices or clusters."""
+def slice_curve(weight: Tensor, layer: Layer, option: Option, seen: Moments, whole: float) -> Array:
+    """Error by rank of the svd of slices or clusters, relative to `whole`, the variance."""
     left, right = factors(weight, layer, option)
     rank = left.shape[-1]
     blocks = _blocks(layer, option, _patches(layer, seen.second_moment))
@@ -48,10 +61,10 @@ def slice_curve(weight: Tensor, layer: Layer, option: Option, seen: Moments) -> 
                 part = both.reshape(rank, option.groups, rank, option.groups).sum(dim=(1, 3))
                 lost += part if a == b else part + part.t()
     tail = lost.flip(0, 1).cumsum(0).cumsum(1).flip(0, 1).diagonal().numpy()
-    return _curve(np.append(tail, 0.0), variance(weight, layer, seen))
+    return _curve(np.append(tail, 0.0), whole)
 
 
-def tucker_curves(weight: Tensor, layer: Layer, seen: Moments) -> Array:
+def tucker_curves(weight: Tensor, layer: Layer, seen: Moments, whole: float) -> Array:
     """Errors of the truncated HOSVD: row r − 1 is outer rank r, entry s is rank s.
 
     U is orthonormal, so the outputs' coordinates are independent: those up to r lose what the channels beyond s
@@ -70,7 +83,7 @@ def tucker_curves(weight: Tensor, layer: Layer, seen: Moments) -> Array:
     lost = lost.flip(1).cumsum(1).flip(1)
     everything = lost[:, :1].flip(0).cumsum(0).flip(0)
     rows = lost.cumsum(0) + torch.cat([everything[1:], torch.zeros(1, 1, dtype=torch.float64)])
-    return _curve(rows[: full_outer(layer)].numpy(), variance(weight, layer, seen))
+    return _curve(rows[: full_outer(layer)].numpy(), whole)
 
 
 def _patches(layer: Layer, moment: Tensor) -> Tensor:

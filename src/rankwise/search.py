@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -35,11 +35,12 @@ class Settings:
     seed: int = 0
     starts: int = 15
     decompositions: tuple[str, ...] = ("svd",)
-    clustering: str = "projective"
+    clustering: str = ""  # for messi: the table's, and "projective" where none is built yet
 
     def __post_init__(self) -> None:
         check_measure(self.error)
-        check_clustering(self.clustering)
+        if self.clustering:
+            check_clustering(self.clustering)
         if self.search not in SEARCHES:
             raise RankwiseError(f"unknown search {self.search!r}: the searches are {', '.join(SEARCHES)}")
         for name, least in (("seed", 0), ("starts", 1)):
@@ -70,6 +71,12 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
         raise RankwiseError(f"a Budget is needed, and {budget!r} was given: for instance Budget(params=0.4)")
     if settings.error == "exact" and table.weights is not None:
         table.check(table.weights)  # trained since, it would mix new weights with old spectra
+    if "messi" in settings.decompositions and settings.clustering not in ("", table.clustering):
+        raise RankwiseError(
+            f"the table's clusters are {table.clustering!r} and {settings.clustering!r} are asked for: build it with "
+            f"clustering={settings.clustering!r}, or ask for those it has"
+        )
+    settings = replace(settings, clustering=table.clustering)
     coverage = table.coverage
     limits = budget.limits(coverage)
     whole = {"params": coverage.params, "macs": coverage.macs or 0}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rankwise import clusters, tucker
-from rankwise.cost import Option, full_rank, groups_for, options_for
+from rankwise.cost import Option, full_rank, options_for
 from rankwise.decompose import Array, check_finite, cluster_spectra, factors, residual_norm, spectra
 from rankwise.errors import RankwiseError
 from rankwise.fold import fold_for
@@ -59,6 +59,8 @@ class Table:
     ) -> None:
         self.coverage, self.spectra, self.norms, self.fingerprint = coverage, spectra, norms, fingerprint
         self.weights, self.given = weights, given or {}
+        self.decompositions = tuple(sorted({"svd", *(o.decomposition for _, o in (*self.spectra, *self.given))}))
+        self.clustering = ""  # how the clusters of messi were found, if there are any
         self.moments: dict[str, Moments] = {}  # what the data said, by layer, for building what it was asked for
         self.cache: dict[Any, Any] = {}  # curves here, menus in allocate.py: all follow from the above
         self._factors: OrderedDict[tuple[str, Option], tuple[Tensor, Tensor]] = OrderedDict()
@@ -185,6 +187,7 @@ def build(
     groups = list(groups) if isinstance(groups, Iterable) and not isinstance(groups, str) else groups
     wanted = tuple(decompositions)
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
+    table.decompositions, table.clustering = wanted, clustering if "messi" in wanted else ""
     for done, layer in enumerate(coverage.layers):
         if progress:
             progress(layer.name, done, len(coverage.layers))
@@ -201,7 +204,7 @@ def build(
         clustered = "messi" in wanted and layer.groups == 1
         _add_slices_(table, layer, weight, slices, [fold_for(0, layer.dims)] if clustered else [])
         if clustered:
-            for k in groups_for(groups, layer):
+            for k in clusters.cluster_counts(groups, layer):
                 for option in clusters.options(weight, layer, k, clustering, seed, starts):
                     table.spectra[layer.name, option] = cluster_spectra(weight, layer, option)
     if progress:

@@ -51,6 +51,8 @@ def write(table: Table, path: Path) -> None:
         ]
         for i, curves in enumerate(table.given.values()):
             tensors.update({f"given {i} {m}": np.ascontiguousarray(values) for m, values in curves.items()})
+    if table.decompositions != ("svd",):
+        header["decompositions"], header["clustering"] = table.decompositions, table.clustering
     if table.moments:
         header["moments"] = [[name, seen.count] for name, seen in table.moments.items()]
         for i, seen in enumerate(table.moments.values()):
@@ -123,6 +125,8 @@ def _read_table(header: dict[str, Any], tensors: dict[str, Array], coverage: Cov
         if not curves or any(c.shape != _curve_shape(layer, option) for c in curves.values()):
             raise ValueError(f"curves of {key[:3]}")
         table.given[layer.name, option] = curves
+    table.decompositions = tuple(str(d) for d in header.get("decompositions", ("svd",)))
+    table.clustering = str(header.get("clustering", ""))
     for i, (name, count) in enumerate(header.get("moments", [])):
         mean, scatter = (torch.from_numpy(tensors[f"{part} {i}"]) for part in ("mean", "scatter"))
         if name not in layers or scatter.shape != (*mean.shape, mean.shape[-1]):

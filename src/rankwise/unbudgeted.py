@@ -32,6 +32,8 @@ def signal_points(table: Table, measure: str) -> list[Point]:
 
 def _point(table: Table, layer: Layer, weight: Tensor, measure: str) -> Point:
     dense = Point((layer.params,), 0.0, None, 0)
+    if not table.options(layer):
+        return dense  # the calibration data does not reach it
     outer, inner = signal_ranks(weight, layer)
     fold = fold_for(0, layer.dims)
     if tucker.has_taps(layer):
