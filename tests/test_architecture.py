@@ -15,9 +15,9 @@ FLOORS = [
     "table table_file plan budget menu allocate knapsack unbudgeted search",
     "modules pairs narrow forward coverage surgery checkpoint graph trials channels",
     "images sources data probe sensitivity pruning methods",
-    "zoo spec factory weights vision networks evaluate train",
-    "results",
-    "charts report demo flags show cli __main__ __init__",
+    "zoo spec factory weights vision networks evaluate augment feed recipes engine state train lc material",
+    "results pipeline",
+    "charts report demo flags show live train_cli cli __main__ __init__",
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(SOURCE.glob("*.py"))

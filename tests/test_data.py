@@ -58,6 +58,10 @@ def everything(split: data.Split, **how: int) -> tuple[Tensor, Tensor]:
     return torch.cat(xs), torch.cat(ys)
 
 
+def as_set(x: Tensor) -> set[bytes]:
+    return {image.numpy().tobytes() for image in x}
+
+
 @pytest.fixture
 def cifar_like(tmp_path: Path) -> str:
     write_parquet(tmp_path / "train.parquet", [picture(i) for i in range(40)], [i % 3 for i in range(40)])
@@ -77,6 +81,12 @@ class TestDigits:
         for name, share in (("train", 0.6), ("val", 0.2), ("test", 0.2)):
             assert np.abs(splits[name].labels.bincount().numpy() - share * whole).max() <= 2
             assert torch.equal(splits[name].labels, data.load("digits", name).labels)
+
+    def test_the_papers_splits_are_cut_from_train(self) -> None:
+        train = as_set(everything(data.load("digits", "train"))[0])
+        parts = [as_set(everything(data.load("digits", name))[0]) for name in data.PARTS]
+        assert set.union(*parts) == train
+        assert [len(data.load("digits", name)) for name in data.PARTS] == [979, 54, 54]
 
     def test_form(self) -> None:
         split = data.load("digits")
@@ -141,14 +151,32 @@ class TestParquet:
         assert len(rows[0] | rows[1]) == 40
         assert torch.equal(everything(val)[0], everything(data.load(cifar_like, "val"))[0])
 
+    def test_the_papers_splits_are_90_5_5_percent_of_train(self, cifar_like: str) -> None:
+        whole = [everything(data.load(cifar_like, name))[0] for name in ("train", "val")]
+        parts = [everything(data.load(cifar_like, name))[0] for name in data.PARTS]
+        count = sum(map(len, whole))
+        assert [len(p) for p in parts] == [count - 2 * (count // 20), count // 20, count // 20]
+        assert torch.equal(parts[2], whole[1])  # nothing that stops a training is trained on, also under the name val
+        assert as_set(torch.cat(parts)) == as_set(torch.cat(whole))
+        other = everything(data.load(cifar_like, "stop", seed=1))[0]
+        assert not torch.equal(other, parts[2])
+        again = [everything(data.load(cifar_like, name, seed=1))[0] for name in data.PARTS]
+        assert as_set(torch.cat(again)) == as_set(torch.cat(whole))
+
+    def test_the_development_set_is_the_test_set_where_there_is_no_other(self, tmp_path: Path) -> None:
+        write_parquet(tmp_path / "train.parquet", [picture(i) for i in range(40)], [0, 1] * 20)
+        write_parquet(tmp_path / "val.parquet", [picture(100)], [0])
+        spec = f"parquet:{tmp_path}"
+        assert torch.equal(everything(data.load(spec, "test"))[0], everything(data.load(spec, "val"))[0])
+        assert [len(data.load(spec, name)) for name in ("train", *data.PARTS)] == [40, 36, 2, 2]
+
     def test_a_val_of_its_own_leaves_train_whole(self, tmp_path: Path) -> None:
         write_parquet(tmp_path / "data/train-00000-of-00002.parquet", [picture(0)] * 20, [0] * 20)
         write_parquet(tmp_path / "data/train-00001-of-00002.parquet", [picture(1)] * 20, [1] * 20)
         write_parquet(tmp_path / "data/validation-00000-of-00001.parquet", [picture(2)] * 5, [2] * 5)
         assert data.load(f"parquet:{tmp_path}", "train").labels.tolist() == [0] * 20 + [1] * 20
         assert len(data.load(f"parquet:{tmp_path}", "val")) == 5
-        with pytest.raises(RankwiseError, match="has train, val"):
-            data.load(f"parquet:{tmp_path}", "test")
+        assert len(data.load(f"parquet:{tmp_path}", "test")) == 5
 
     @pytest.mark.parametrize("label", ["label", "labels", "fine_label"])
     @pytest.mark.parametrize("image", ["img", "image"])
@@ -192,7 +220,7 @@ class TestImagefolder:
         write_images(tmp_path, {"a": [picture(i) for i in range(30)], "b": [picture(i) for i in range(30)]})
         assert len(data.load(f"imagefolder:{tmp_path}", "train")) == 57
         assert len(data.load(f"imagefolder:{tmp_path}", "val")) == 3
-        with pytest.raises(RankwiseError, match="has train, val"):
+        with pytest.raises(RankwiseError, match="has calibration, fit, stop, train, val"):
             data.load(f"imagefolder:{tmp_path}", "test")
 
     def test_code_in_the_folder_is_not_run(self, tmp_path: Path) -> None:
@@ -276,7 +304,7 @@ class TestWhatIsWrong:
         assert "no name on the Hugging Face hub" in self.refused("hub:../../etc")
 
     def test_split(self, cifar_like: str) -> None:
-        assert "has test, train, val" in self.refused(cifar_like, "evaluation")
+        assert "has calibration, fit, stop, test, train, val" in self.refused(cifar_like, "evaluation")
 
     def test_hub_without_network(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -135,3 +135,38 @@ def test_more_outputs_than_classes_are_fine() -> None:
 def test_json() -> None:
     score = Score(3, 50.0, None, 0.25)
     assert json.loads(json.dumps(score.to_json())) == {"n": 3, "top1": 50.0, "top5": None, "loss": 0.25}
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 3), st.integers(2, 6), st.integers(0, 10**6))
+def test_segmentation_equals_counting_by_hand(n: int, classes: int, seed: int) -> None:
+    make = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, classes, 4, 5, generator=make)
+    masks = torch.randint(classes, (n, 1, 4, 5), generator=make).to(torch.uint8)
+    masks[torch.rand(masks.shape, generator=make) < 0.2] = 255
+    masks[0, 0, 0, 0] = 0
+    images = torch.arange(n, dtype=torch.uint8).view(-1, 1, 1, 1)
+    names = tuple(map(str, range(classes)))
+    split = Split("made up", "test", names, torch.zeros(n).long(), held(images), white=1, masks=held(masks))
+    score = evaluate(Lookup(logits), split)
+    said, truth = logits.argmax(1).flatten().tolist(), masks.flatten().tolist()
+    counted = [(a, b) for a, b in zip(said, truth, strict=True) if b != 255]
+    overlaps = []
+    for c in range(classes):
+        either = sum(c in pair for pair in counted)
+        if either:
+            overlaps.append(sum(pair == (c, c) for pair in counted) / either)
+    assert score.top1 == pytest.approx(100 * sum(a == b for a, b in counted) / len(counted))
+    assert score.miou == pytest.approx(100 * sum(overlaps) / len(overlaps), rel=1e-5)
+    assert score.main == score.miou
+    assert (score.n, score.top5) == (n, None)
+    assert "miou" in score.to_json()
+
+
+def test_top1_and_top5_are_torchmetrics_where_nothing_is_equal() -> None:
+    logits = torch.randn(200, 20, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(200) % 20
+    score = evaluate(*table(logits, labels.tolist()))  # first: it knows how to import torchmetrics
+    accuracy = pytest.importorskip("torchmetrics.functional.classification").multiclass_accuracy
+    for ours, k in ((score.top1, 1), (score.top5, 5)):
+        assert ours == pytest.approx(100 * float(accuracy(logits, labels, 20, top_k=k, average="micro")))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,57 @@ def test_parameter_counts() -> None:
     counts = [count(build(f"resnet{depth}")) for depth in (20, 32, 44, 56, 110)]
     assert counts == [269_722, 464_154, 658_586, 853_018, 1_727_962]
     assert 60_000 < count(build("digits-cnn")) < 150_000
+
+
+def test_parameter_counts_of_vgg_densenet_and_wide_resnet() -> None:
+    convolutions = sum(a * b * 9 for a, b in pairwise((3, 64, 64, 128, 128, 256, 256, 256, *[512] * 6)))
+    assert count(build("vgg16")) == convolutions + 2 * 4224 + 512 * 10 + 10 == 14_724_042  # 14.7 M in the literature
+    assert count(build("wrn16-8")) == 10_961_370  # Zagoruyko & Komodakis (2016), table 4: 11.0 M
+    assert count(build("wrn16-8?depth=28&width=10")) == 36_479_194  # the same: 36.5 M
+    assert count(build("densenet22?depth=100")) == 769_162  # Huang et al. (2017), table 2: 0.8 M
+    assert count(build("densenet22")) == 71_686
+
+
+def test_a_dense_layer_keeps_what_it_was_given() -> None:
+    layer = build("densenet22").features.dense1[0].eval()
+    x = torch.rand(2, 24, 8, 8)
+    out = layer(x)
+    assert out.shape == (2, 36, 8, 8)
+    assert torch.equal(out[:, :24], x)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_channels_and_sizes_are_part_of_a_specification(name: str) -> None:
+    spec = f"{name}?in_channels=1&image_size=16"
+    assert default_input(spec) == (1, 1, 16, 16)
+    assert build(spec).eval()(torch.zeros(1, 1, 16, 16)).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("spec", "size", "fitted"),
+    [
+        ("resnet20", (10, 3, 32), "resnet20"),
+        ("resnet20", (100, 3, 32), "resnet20?num_classes=100"),
+        ("resnet20?num_classes=12", (10, 1, 8), "resnet20?num_classes=12&in_channels=1&image_size=8"),
+        ("digits-cnn", (10, 1, 8), "digits-cnn"),
+        ("timm:test_vit", (10, 1, 8), "timm:test_vit?num_classes=10&in_chans=1"),
+        ("a.py:net", (10, 1, 8), "a.py:net"),
+    ],
+)
+def test_a_specification_is_fitted_to_data(spec: str, size: tuple[int, int, int], fitted: str) -> None:
+    assert networks.fit_spec(spec, *size) == fitted
+    assert networks.fit_spec(fitted, *size) == fitted
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [("wrn16-8?depth=17", "6n"), ("densenet22?depth=21", "6n"), ("resnet20?image_size=0", "image_size=0")],
+)
+def test_architectures_that_do_not_exist(spec: str, says: str) -> None:
+    with pytest.raises(RankwiseError, match=says):
+        build(spec)
+    with pytest.raises(RankwiseError, match="halves its images"):
+        build("vgg16")(torch.zeros(1, 3, 8, 8))
 
 
 def test_option_a_shortcut_has_no_parameters_and_keeps_the_old_channels() -> None:

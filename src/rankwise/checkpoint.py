@@ -53,7 +53,7 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
         )
     tensors, same = _unshared(model.state_dict())
     # One key only: safetensors writes several in random order, and the same model should give the same bytes.
-    metadata = {"rankwise": json.dumps({"plan": _plan_hash(plan), "same": same})}
+    metadata = {"rankwise": json.dumps({"plan": plan_hash(plan), "same": same})}
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def load(folder: str | Path, model: nn.Module) -> nn.Module:
     plan = read_plan(folder)
     path = Path(folder) / WEIGHTS
     tensors, header = _read(path)
-    if header.get("plan") != _plan_hash(plan):
+    if header.get("plan") != plan_hash(plan):
         raise RankwiseError(
             f"{path} and plan.json beside it do not belong together: one of them was changed; save the model again"
         )
@@ -85,7 +85,7 @@ def read_plan(folder: str | Path) -> Plan:
     return Plan.load(Path(folder) / PLAN)
 
 
-def _plan_hash(plan: Plan) -> str:
+def plan_hash(plan: Plan) -> str:
     return hashlib.sha256(plan.dumps().encode()).hexdigest()
 
 

@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from rankwise import checkpoint, networks, show
+from rankwise import checkpoint, networks, show, train_cli
 from rankwise.clusters import CLUSTERINGS
 from rankwise.cost import DECOMPOSITIONS
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
@@ -48,7 +48,7 @@ ExcludeOpt = Annotated[
 ]
 DataOpt = Annotated[
     str | None,
-    typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER or hub:NAME."),
+    typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER, voc:FOLDER or hub:NAME."),
 ]
 SplitOpt = Annotated[str, typer.Option("--split", help="Split of the data.")]
 BaseOpt = Annotated[
@@ -148,10 +148,11 @@ def compress(
         check_coverage(coverage, strict, isinstance(settings, Filters))
         images = None
         if data is not None and needs_data(settings):
-            images = load_data(data, "train", size=side_of(example)).thin(calibrate)
+            images = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
         asked = read_budget(keep, budget) if keep is not None or budget or needs_budget(settings) else None
+        title = networks.architecture(model)
         with show.progress("layers") as report:
-            found, moments = find(network, example, coverage, settings, asked, method, model, images, report)
+            found, moments = find(network, example, coverage, settings, asked, method, title, images, report)
         if strict:
             check_pruned(found)
     else:
@@ -193,6 +194,7 @@ def evaluate(
         show.print_json({"model": model, "data": data, "split": split, **found.to_json()})
         return
     top5 = "" if found.top5 is None else f", top-5 {found.top5:.2f} %"
+    top5 += "" if found.miou is None else f", mean IoU {found.miou:.2f} %"
     show.console().print(
         f"top-1 {found.top1:.2f} %{top5}, loss {found.loss:.4f} on {found.n:,} images ({data}, {split})"
     )
@@ -215,6 +217,9 @@ def demo(
     terminal = show.console()
     terminal.print(show.rows_grid(result["rows"], result["reference"]))
     terminal.print(f"done: open {result['report']} in a browser")
+
+
+train_cli.register(app)
 
 
 def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:

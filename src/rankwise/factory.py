@@ -23,6 +23,8 @@ def call(make: Callable[..., Any], spec: Spec) -> nn.Module:
     """`make(**spec.options)`, and one sentence for whatever goes wrong in it."""
     try:
         model = make(**spec.options)
+    except RankwiseError:
+        raise
     except Exception as err:  # foreign code may raise anything
         raise _failed(spec, err) from err
     if not isinstance(model, nn.Module):

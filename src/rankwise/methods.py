@@ -212,7 +212,7 @@ def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: An
 
 def calibration(data: Any, example: Any = None, count: int = 256) -> Any:
     """Calibration data as it comes, or for a specification such as "digits" evenly spaced training images."""
-    return load_data(data, "train", size=side_of(example)).thin(count) if isinstance(data, str) else data
+    return load_data(data, "calibration", size=side_of(example)).thin(count) if isinstance(data, str) else data
 
 
 def allocate(table: Table, budget: Budget | None, method: str = "auto", model: str = "", **changes: Any) -> Plan:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from rankwise import factory
+from rankwise import factory, jsonio
 from rankwise.errors import RankwiseError, need
 from rankwise.spec import Spec, near, parse
 from rankwise.vision import import_torchvision
 from rankwise.weights import load_weights_
 from rankwise.zoo import NETWORKS
 
-__all__ = ["build", "default_input", "load_weights_"]
+__all__ = ["architecture", "build", "default_input", "fit_spec", "load_weights_"]
+
+WEIGHTS = "model.safetensors"
 
 # Arguments of torchvision's and timm's constructors that would download something or unpickle a file.
 _FORBIDDEN = ("weights", "pretrained", "checkpoint", "cache")
@@ -40,10 +44,50 @@ def default_input(spec: str) -> tuple[int, ...] | None:
         seen = _visit(parsed, seen)
         parsed = _base_of(parsed)
     if parsed.kind == "own":
-        return NETWORKS[parsed.name].input
+        n, channels, height, width = NETWORKS[parsed.name].input
+        side = parsed.options.get("image_size")
+        return (n, parsed.options.get("in_channels", channels), side or height, side or width)
     if parsed.kind == "torchvision":
         return _torchvision_input(parsed)
     return _timm_input(parsed) if parsed.kind == "timm" else None
+
+
+def architecture(spec: str) -> str:
+    """What a folder's network was made from, for a folder that `train` or `compress` wrote; `spec` otherwise."""
+    parsed = parse(spec)
+    seen: tuple[Path, ...] = ()
+    while parsed.kind == "folder":
+        seen = _visit(parsed, seen)
+        parsed = _base_of(parsed)
+    return parsed.text
+
+
+def fit_spec(spec: str, classes: int, channels: int, side: int | None) -> str:
+    """The specification with the arguments that make the network fit data of so many classes, channels and pixels.
+
+    >>> fit_spec("resnet20", classes=10, channels=1, side=8)
+    'resnet20?in_channels=1&image_size=8'
+    >>> fit_spec("torchvision:resnet18", classes=10, channels=3, side=224)
+    'torchvision:resnet18?num_classes=10'
+
+    What the specification says itself stays. A factory in a file and a folder have to fit as they are.
+    """
+    parsed = parse(spec)
+    if parsed.kind == "own":
+        _, own_channels, own_side, _ = NETWORKS[parsed.name].input
+        wanted = {"num_classes": (classes, 10), "in_channels": (channels, own_channels), "image_size": (side, own_side)}
+    elif parsed.kind == "torchvision":
+        wanted = {"num_classes": (classes, 1000)}
+    elif parsed.kind == "timm":
+        wanted = {"num_classes": (classes, 1000), "in_chans": (channels, 3)}
+    else:
+        return spec
+    added = [
+        f"{key}={value}"
+        for key, (value, default) in wanted.items()
+        if value not in (None, default) and key not in parsed.options
+    ]
+    return "&".join([spec if "?" in spec or not added else f"{spec}?{added.pop(0)}", *added])
 
 
 def _build(spec: Spec, allow_code: bool, base: str | None, seen: tuple[Path, ...]) -> nn.Module:
@@ -68,17 +112,25 @@ def _rebuild(spec: Spec, allow_code: bool, base: str | None, seen: tuple[Path, .
             f"pass the factory yourself, build({spec.text!r}, base={inner.text!r})"
         )
     model = _build(inner, allow_code and base is not None, None, seen)
+    if not _is_compressed(spec):
+        load_weights_(model, Path(spec.name) / WEIGHTS)
+        return model
     from rankwise import checkpoint
 
     return checkpoint.load(spec.name, model)
 
 
-def _base_of(folder: Spec) -> Spec:
-    if not (Path(folder.name) / "plan.json").is_file():
-        raise RankwiseError(f"{folder.name} has no plan.json: give a folder that `rankwise compress` wrote")
-    from rankwise import checkpoint
+def _is_compressed(folder: Spec) -> bool:
+    return (Path(folder.name) / "plan.json").is_file()
 
-    model = checkpoint.read_plan(folder.name).model
+
+def _base_of(folder: Spec) -> Spec:
+    if _is_compressed(folder):
+        from rankwise import checkpoint
+
+        model = checkpoint.read_plan(folder.name).model
+    else:
+        model = _trained_network(Path(folder.name) / WEIGHTS)
     try:
         return parse(model)
     except RankwiseError as err:
@@ -86,6 +138,24 @@ def _base_of(folder: Spec) -> Spec:
             f"{folder.name} was made from {model!r}, which cannot be built from its name: "
             "pass the network it was made from as base"
         ) from err
+
+
+def _trained_network(path: Path) -> str:
+    """The specification that `rankwise train` wrote into the header of its weights."""
+    header = {}
+    if path.is_file():
+        try:
+            with safe_open(path, framework="pt") as file:
+                text = (file.metadata() or {}).get("rankwise", "{}")
+        except (SafetensorError, OSError, ValueError) as err:
+            raise RankwiseError(f"{path} is damaged or cut short ({err}): restore it or train again") from None
+        header = jsonio.parse(text, f"the header of {path}")
+    if not isinstance(header.get("network"), str):
+        raise RankwiseError(
+            f"{path.parent} has no plan.json and no network that `rankwise train` finished: "
+            "give a folder that `rankwise compress` or `rankwise train` wrote"
+        )
+    return cast(str, header["network"])
 
 
 def _visit(folder: Spec, seen: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -97,7 +167,14 @@ def _visit(folder: Spec, seen: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 def _own(spec: Spec) -> Callable[..., nn.Module]:
-    return NETWORKS[spec.name].make
+    return partial(_sized, NETWORKS[spec.name].make)
+
+
+def _sized(make: Callable[..., nn.Module], image_size: int = 32, **options: Any) -> nn.Module:
+    """`image_size` only says what inputs look like: our networks take the mean over whatever is left."""
+    if type(image_size) is not int or image_size < 1:
+        raise RankwiseError(f"image_size={image_size} was given: give a number of pixels, such as 32")
+    return make(**options)
 
 
 def _torchvision(spec: Spec) -> Callable[..., nn.Module]:

@@ -74,10 +74,56 @@ def hub(place: str) -> Source:
     return Source(tuple(found), lambda split: _rows(f"hub:{place}", table[found[split]]))
 
 
+def voc(place: str) -> Source:
+    """JPEGImages/NAME.jpg, SegmentationClass/NAME.png, and the names in ImageSets/Segmentation/{train,val}.txt.
+
+    The extra labels of Hariharan et al. (2011) are used where they are found: the names in trainaug.txt, the masks
+    in SegmentationClassAug. The classes are those of Pascal VOC, or the lines of classes.txt.
+    """
+    root = _folder(place)
+    lists = root / "ImageSets" / "Segmentation"
+    found = {split: lists / f"{name}.txt" for name, split in _SPLIT_NAMES.items() if (lists / f"{name}.txt").is_file()}
+    if (lists / "trainaug.txt").is_file():
+        found["train"] = lists / "trainaug.txt"
+    if not found:
+        raise RankwiseError(
+            f"{place} has no ImageSets/Segmentation/train.txt: give a folder in the layout of Pascal VOC"
+        )
+    return Source(tuple(found), lambda split: _voc_rows(place, root, found[split]))
+
+
+def _voc_rows(place: str, root: Path, names_file: Path) -> Rows:
+    name = f"voc:{place}"
+    with _one_sentence(name, "check its lists of names"):
+        names = names_file.read_text().split()
+        own = root / "classes.txt"
+        classes = tuple(line for line in own.read_text().splitlines() if line) if own.is_file() else VOC_CLASSES
+    extra = root / "SegmentationClassAug"
+    masks = extra if extra.is_dir() else root / "SegmentationClass"
+    images = [root / "JPEGImages" / f"{n}.jpg" for n in names]
+    targets = [masks / f"{n}.png" for n in names]
+    missing = [path for path in (*images, *targets) if not path.is_file()]
+    if missing or not names:
+        what = f"names {missing[0]}, which is not there" if missing else "names no images"
+        raise RankwiseError(f"{names_file} {what}: check the lists of {name}")
+    labels = torch.zeros(len(names), dtype=torch.int64)
+    return Rows(name, classes, labels, partial(_paths, images), partial(_paths, targets))
+
+
+def _paths(paths: list[Path], positions: list[int]) -> list[bytes | str]:
+    return [str(paths[at]) for at in positions]
+
+
+VOC_CLASSES = (
+    *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
+)
+
 SOURCES: dict[str, tuple[Callable[[str], Source], str]] = {
     "parquet": (parquet, "FOLDER"),
     "imagefolder": (imagefolder, "FOLDER"),
     "hub": (hub, "NAME"),
+    "voc": (voc, "FOLDER"),
 }
 
 

@@ -4,7 +4,7 @@
     torchvision:resnet18               any torchvision architecture, with random weights
     timm:vit_tiny_patch16_224          any timm architecture, with random weights
     file.py:factory                    whatever `factory()` in that file returns
-    out/                               a folder that `rankwise compress` wrote
+    out/                               a folder that `rankwise compress`, `train` or `retrain` wrote
 
 Arguments of the constructor follow a question mark, joined with &: `timm:test_vit?num_classes=10&in_chans=1`.
 """
@@ -48,7 +48,7 @@ def parse(text: str) -> Spec:
         return Spec(text, "folder", text, {})
     raise RankwiseError(
         f"unknown network {text!r}: {near(head, NETWORKS)}; or give torchvision:NAME, timm:NAME, "
-        "file.py:factory, or a folder that `rankwise compress` wrote"
+        "file.py:factory, or a folder that `rankwise compress` wrote, or `train`"
     )
 
 
