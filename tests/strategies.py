@@ -25,13 +25,13 @@ CONVS = ("Conv1d", "Conv2d", "Conv3d")
 TRANSPOSED = ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 LINEAR = ("Linear", "Conv1D") if find_spec("transformers") else ("Linear",)
 KINDS = (*LINEAR, *CONVS, *TRANSPOSED)
-# Methods that take singular values of the weights, by every measure; the others have tests of their own.
+# Methods that decompose slices of the weights; the others have tests of their own.
 DATA_FREE = sorted(
     name
     for name, method in METHODS.items()
     if isinstance(method.settings, Settings)
     and not needs_data(method.settings)
-    and "tucker2" not in method.settings.decompositions
+    and method.settings.decompositions == ("svd",)
 )
 
 Case = tuple[nn.Module, Tensor]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.cost import Cost
+from rankwise.data import load as load_data
 from rankwise.table_file import _checksum
 from sentences import check_sentence
 from test_laws import macs_of, numel
@@ -362,7 +363,7 @@ def test_calibration_data_may_be_a_specification() -> None:
         assert all("output" in c.error for c in plan.choices)
         assert small(x).shape == (1, 10)
     table = rw.build_table(model, x, data="digits", groups=1)
-    assert table.moments["0"].count == len(load("digits", "calibration").thin(256)) * 64
+    assert table.moments["0"].count == len(load_data("digits", "calibration").thin(256)) * 64
     any_size = nn.Sequential(nn.Conv2d(1, 12, 3))
     assert "8×8" in check_sentence(lambda: rw.build_table(any_size, torch.randn(1, 1, 12, 12), data="digits"))
     assert "unknown data" in check_sentence(lambda: rw.build_table(model, x, data="letters"))
