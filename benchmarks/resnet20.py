@@ -30,6 +30,7 @@ ROWS = (
     ("pca, 256 training images", "pca", {}),
     ("ft", "ft", {}),
     ("pfp, 256 training images", "pfp", {}),
+    ("pfp, minimax, 256 training images", "pfp", {"split": "minimax"}),
     ("alds-simple, k = 3", "alds-simple", {}),
     ("alds-simple, k = 5", "alds-simple", {"groups": 5}),
     ("alds-error, k = 3", "alds-error", {}),
@@ -64,7 +65,7 @@ def main() -> None:
     fixed = {k: rw.build_table(model, example, folds=(0,), groups=k) for k in (3, 5)}
     images = data.load(f"parquet:{args.data}", "train").thin(CALIBRATION)
     start = time.perf_counter()
-    seen = rw.build_table(model, example, folds=(0,), groups=1, data=images)
+    seen = rw.build_table(model, example, folds=(0,), groups=1, data=images, **changes)
     looked = time.perf_counter() - start
     say(f"n = {len(test):,} test images, before: {base:.2f} %; {machine()}; statistics for pca took {looked:.1f} s\n")
     names = {"params": "CR-P", "macs": "CR-F"}
@@ -81,7 +82,7 @@ def main() -> None:
             start = time.perf_counter()
             budget = rw.Budget(**{unit: 1 - removed / 100})
             if isinstance(settings, Filters):  # no table: graph, trials and scores are part of the time
-                small, plan = rw.compress(model, example, method, budget.params, budget.macs, data=images)
+                small, plan = rw.compress(model, example, method, budget.params, budget.macs, data=images, **changes)
             else:
                 plan = rw.allocate(source, budget, method=method, model="resnet20", **changes)
                 small = rw.apply_plan(model, plan, source.moments)

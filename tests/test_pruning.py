@@ -27,7 +27,7 @@ from rankwise.channels import Channels, Group, cost, find_channels
 from rankwise.forward import tensors_of
 from rankwise.narrow import narrowed
 from rankwise.plan import Plan, Pruned
-from rankwise.pruning import error_curve, norms
+from rankwise.pruning import distinct, error_curve, norms
 from rankwise.sensitivity import sensitivities
 from sentences import check_sentence
 
@@ -234,11 +234,11 @@ def test_a_channel_with_several_readers_counts_where_it_counts_most() -> None:
 
 
 @pytest.mark.parametrize("budget", [{"keep": 0.8}, {"keep": 0.5}, {"macs": 0.6}, {"keep": 0.7, "macs": 0.7}], ids=str)
-def test_pfp_finds_the_least_largest_error(budget: dict[str, float]) -> None:
+def test_minimax_finds_the_least_largest_error(budget: dict[str, float]) -> None:
     """Against all numbers of channels in every group."""
     model, x = make("flat")
     data = [torch.randn(6, *x.shape[1:], dtype=torch.float64)]
-    _, plan = rw.compress(model, x, method="pfp", data=data, **budget)
+    _, plan = rw.compress(model, x, method="pfp", data=data, split="minimax", **budget)
     found, groups = study(model, x)
     curves = [error_curve(s) for s in sensitivities(model, data, found, groups) if s is not None]
     limits = {unit: plan.budget.limit(unit, getattr(plan.before, unit)) for unit in plan.budget.units}
@@ -250,6 +250,32 @@ def test_pfp_finds_the_least_largest_error(budget: dict[str, float]) -> None:
     assert plan.search["objective"] == pytest.approx(best, abs=1e-12)
     now = max(float(c[g["kept"]]) for c, g in zip(curves, plan.search["groups"], strict=True))
     assert now == pytest.approx(best, abs=1e-12)
+
+
+@pytest.mark.parametrize("keep", [0.4, 0.2, 0.05])
+def test_pfp_takes_as_many_as_its_draws_are_expected_to_find(keep: float) -> None:
+    """Against simulated draws; and a little more of them would be above the budget."""
+    model, x = make("digits-cnn")
+    data = [torch.rand(16, 1, 8, 8, dtype=torch.float64)]
+    _, plan = rw.compress(model, x, method="pfp", data=data, keep=keep)
+    found, groups = study(model, x)
+    scores = [s for s in sensitivities(model, data, found, groups) if s is not None]
+
+    def kept(draws: float) -> list[int]:
+        return [distinct(s, math.ceil(draws * float(s.sum()))) for s in scores]
+
+    assert kept(2.0**60) == [int((s > 0).sum()) for s in scores]
+    draws = plan.search["draws"]
+    assert [g["kept"] for g in plan.search["groups"]] == kept(draws)
+    assert cost(found, groups, kept(draws)).params <= plan.budget.limit("params", plan.before.params)
+    assert cost(found, groups, kept(draws * (1 + 1e-9))).params > plan.budget.limit("params", plan.before.params)
+    bounds = [float(error_curve(s)[n]) for s, n in zip(scores, kept(draws), strict=True)]
+    assert plan.search["objective"] == pytest.approx(max(bounds))
+    random = torch.Generator().manual_seed(0)
+    for s in scores:
+        m = math.ceil(draws * float(s.sum()))
+        rounds = [len(s.multinomial(m, replacement=True, generator=random).unique()) for _ in range(400)]
+        assert abs(sum(rounds) / len(rounds) - distinct(s, m)) < 1.25  # rounded down, and noise
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -308,6 +334,9 @@ def test_what_means_nothing_to_these_methods() -> None:
     assert "error=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, error="max"))
     assert "groups=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, groups=3))
     assert "unknown setting" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, colour=3))
+    assert "unknown split" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, split="fair"))
+    assert "score='norm'" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, split="minimax"))
+    assert "unknown setting 'split'" in check_sentence(lambda: rw.compress(model, x, keep=0.5, split="minimax"))
     assert "example input" in check_sentence(lambda: rw.compress(model, method="ft", keep=0.5))
     table = rw.build_table(model, x)
     assert "rankwise.compress" in check_sentence(lambda: rw.allocate(table, rw.Budget(params=0.5), method="ft"))

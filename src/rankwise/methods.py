@@ -85,8 +85,8 @@ METHODS: dict[str, Method] = _register(
     ),
     Method(
         "pfp",
-        "removes the channels with the smallest sensitivity over calibration data, least largest error bound",
-        Filters(score="sensitivity", split="minimax"),
+        "removes the channels with the smallest sensitivity over calibration data, shares by its error guarantee",
+        Filters(score="sensitivity", split="sampling"),
     ),
     Method("auto", "the best we know without data: least total energy, all folds and slices", Settings()),
 )
@@ -100,18 +100,16 @@ def get_method(name: str) -> Method:
 
 def settings_for(method: str, **changes: Any) -> Settings | Filters:
     """A method's settings with some of them replaced; None leaves one as it is."""
-    known = set(Settings.__dataclass_fields__)
-    unknown = sorted(set(changes) - known)
+    settings, given = get_method(method).settings, {k: v for k, v in changes.items() if v is not None}
+    known = set(type(settings).__dataclass_fields__)
+    unknown = sorted(set(given) - known)
+    if unknown and isinstance(settings, Filters) and unknown[0] in Settings.__dataclass_fields__:
+        raise RankwiseError(
+            f"the method {method!r} removes filters and decomposes nothing, so {unknown[0]}= means nothing to it: "
+            f"leave it out, or use another method"
+        )
     if unknown:
         raise RankwiseError(f"unknown setting {unknown[0]!r}: the settings are {', '.join(sorted(known))}")
-    settings, given = get_method(method).settings, {k: v for k, v in changes.items() if v is not None}
-    if isinstance(settings, Filters):
-        if given:
-            raise RankwiseError(
-                f"the method {method!r} removes filters and decomposes nothing, so {next(iter(given))}= means nothing "
-                f"to it: leave it out, or use another method"
-            )
-        return settings
     return replace(settings, **given)
 
 

@@ -1,7 +1,7 @@
 """Filter pruning: `ft` and `pfp`. Whole channels go, through the whole network, until the budget is met.
 
 Each group of channels gets a score for every channel and keeps the best ones. How many is decided by one
-number for all groups: the share that goes (`constant`), or the error that is allowed (`minimax`).
+number for all groups: the share that goes (`constant`), or the error that is allowed (`sampling`, `minimax`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from rankwise.plan import Plan, Pruned
 from rankwise.sensitivity import sensitivities
 from rankwise.trials import random_copy, why_not
 
+SCORES = ("norm", "sensitivity")
+SPLITS = ("constant", "sampling", "minimax")
 NOT_CUT = "the budget leaves it whole"
 
 
@@ -32,12 +34,23 @@ class Filters:
     """How filters are chosen: the score of a channel, and how the budget is split between groups.
 
     `norm`: ℓ1 norm of the filters that make the channel; `sensitivity`: its largest share in what readers
-    compute, which needs data. `constant`: the same share goes everywhere; `minimax`: the largest error
-    bound, the sum of the sensitivities that go, is as small as possible.
+    compute, which needs data. `constant`: the same share goes everywhere. `sampling`: as many as the guarantee
+    of random sampling asks for at one error for all groups. `minimax`: the largest sum of sensitivities that
+    go, which bounds the error on the data, is as small as possible.
     """
 
     score: str
     split: str
+
+    def __post_init__(self) -> None:
+        for name, known in (("score", SCORES), ("split", SPLITS)):
+            if getattr(self, name) not in known:
+                raise RankwiseError(f"unknown {name} {getattr(self, name)!r}: possible are {', '.join(known)}")
+        if self.score == "norm" and self.split != "constant":
+            raise RankwiseError(
+                f"split={self.split!r} needs an error for each number of channels, which score='norm' does not have: "
+                f"use score='sensitivity', or split='constant'"
+            )
 
     @property
     def needs_data(self) -> bool:
@@ -67,7 +80,7 @@ def plan_filters(
     if not groups:
         first = next((f"{g.names('out')[0]}: {g.reason}" for g in channels.fixed), "it has no layers")
         raise RankwiseError(f"no filter of the model can be removed ({first}): use a method that decomposes layers")
-    kept, objective = (_constant if settings.split == "constant" else _minimax)(channels, groups, scores, limits)
+    kept, found_by = _SPLITTERS[settings.split](channels, groups, scores, limits)
     stay = [sorted(s.argsort(descending=True, stable=True)[:n].tolist()) for s, n in zip(scores, kept, strict=True)]
     found, after = entries(channels, groups, stay), cost(channels, groups, kept)
     why = why_not(probe, example, found, readers(groups, stay), after.macs or 0)
@@ -83,7 +96,7 @@ def plan_filters(
         after=after,
         layers=_all_layers(model, coverage, channels, unseen, found),
         settings=asdict(settings),
-        search={"objective": objective, **_findings(channels, groups, kept, unseen)},
+        search={**found_by, **_findings(channels, groups, kept, unseen)},
     )
 
 
@@ -137,7 +150,7 @@ def _fits(channels: Channels, groups: Sequence[Group], kept: Sequence[int], limi
 
 def _constant(
     channels: Channels, groups: Sequence[Group], scores: Sequence[Tensor], limits: dict[str, int]
-) -> tuple[list[int], float]:
+) -> tuple[list[int], dict[str, float]]:
     """The smallest share that meets the budget when it goes from every group, rounded down, one channel staying.
 
     Shares between two neighbours of the list remove the same channels, so that the bisection is exact.
@@ -150,12 +163,12 @@ def _constant(
     best = _first(len(shares), lambda i: _fits(channels, groups, kept(shares[i]), limits))
     if best is None:
         raise _cannot_be_met(channels, groups, limits)
-    return kept(shares[best]), float(shares[best])
+    return kept(shares[best]), {"objective": float(shares[best])}
 
 
 def _minimax(
     channels: Channels, groups: Sequence[Group], scores: Sequence[Tensor], limits: dict[str, int]
-) -> tuple[list[int], float]:
+) -> tuple[list[int], dict[str, float]]:
     """The least largest error bound; entry n of a group's curve is the sum of all sensitivities but the n largest.
 
     Every group keeps as few channels as its error allows at a level; levels are the values of the curves,
@@ -171,7 +184,48 @@ def _minimax(
     best = _first(len(levels), lambda i: _fits(channels, groups, kept(float(levels[i])), limits))
     if best is None:
         raise _cannot_be_met(channels, groups, limits)
-    return kept(float(levels[best])), max(0.0, float(levels[best]))
+    return kept(float(levels[best])), {"objective": max(0.0, float(levels[best]))}
+
+
+def _sampling(
+    channels: Channels, groups: Sequence[Group], scores: Sequence[Tensor], limits: dict[str, int]
+) -> tuple[list[int], dict[str, float]]:
+    """As many channels as m = ⌈d · S⌉ draws from s / S are expected to find, for the largest d that fits.
+
+    One error ε for all groups asks for m = ⌈(6 + 2ε) S K log(4η/δ) / ε²⌉ draws in a group whose sensitivities add
+    up to S, so that d, the draws for each unit of sensitivity, stands for ε whatever the constants are.
+    """
+
+    def kept(power: float) -> list[int]:
+        return [distinct(s, math.ceil(2.0**power * float(s.sum()))) for s in scores]
+
+    low, high = -40.0, 60.0  # from one draw to all channels that have a sensitivity
+    for whole in ([g.size for g in groups], kept(high)):
+        if _fits(channels, groups, whole, limits):
+            return whole, {"objective": 0.0}
+    if not _fits(channels, groups, kept(low), limits):
+        raise _cannot_be_met(channels, groups, limits)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _fits(channels, groups, kept(middle), limits) else (low, middle)
+    left = [float(error_curve(s)[n]) for s, n in zip(scores, kept(low), strict=True)]
+    return kept(low), {"objective": max(left), "draws": 2.0**low}
+
+
+def distinct(scores: Tensor, draws: int) -> int:
+    """How many different channels so many draws with probability s / S are expected to find, at least one.
+
+    >>> distinct(torch.ones(4), 1), distinct(torch.ones(4), 4), distinct(torch.ones(4), 1000)
+    (1, 2, 4)
+    """
+    total = float(scores.sum())
+    if not total:
+        return 1
+    missed = (draws * torch.log1p(-scores.double() / total)).exp()
+    return max(1, math.floor(float((1 - missed).sum())))
+
+
+_SPLITTERS = {"constant": _constant, "sampling": _sampling, "minimax": _minimax}
 
 
 def error_curve(scores: Tensor) -> Tensor:
