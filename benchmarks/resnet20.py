@@ -65,7 +65,7 @@ def main() -> None:
     fixed = {k: rw.build_table(model, example, folds=(0,), groups=k) for k in (3, 5)}
     images = data.load(f"parquet:{args.data}", "train").thin(CALIBRATION)
     start = time.perf_counter()
-    seen = rw.build_table(model, example, folds=(0,), groups=1, data=images, **changes)
+    seen = rw.build_table(model, example, folds=(0,), groups=1, data=images)
     looked = time.perf_counter() - start
     say(f"n = {len(test):,} test images, before: {base:.2f} %; {machine()}; statistics for pca took {looked:.1f} s\n")
     names = {"params": "CR-P", "macs": "CR-F"}

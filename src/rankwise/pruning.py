@@ -221,7 +221,7 @@ def distinct(scores: Tensor, draws: int) -> int:
     total = float(scores.sum())
     if not total:
         return 1
-    missed = (draws * torch.log1p(-scores.double() / total)).exp()
+    missed = (float(draws) * torch.log1p(-scores.double() / total)).exp()
     return max(1, math.floor(float((1 - missed).sum())))
 
 
