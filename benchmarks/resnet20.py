@@ -30,7 +30,7 @@ ROWS = (
     ("pca, 256 training images", "pca", {}),
     ("ft", "ft", {}),
     ("pfp, 256 training images", "pfp", {}),
-    ("pfp, minimax, 256 training images", "pfp", {"split": "minimax"}),
+    ("pfp, minimax, 256 training images", "pfp", {"search": "minimax"}),
     ("alds-simple, k = 3", "alds-simple", {}),
     ("alds-simple, k = 5", "alds-simple", {"groups": 5}),
     ("alds-error, k = 3", "alds-error", {}),

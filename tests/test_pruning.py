@@ -238,7 +238,7 @@ def test_minimax_finds_the_least_largest_error(budget: dict[str, float]) -> None
     """Against all numbers of channels in every group."""
     model, x = make("flat")
     data = [torch.randn(6, *x.shape[1:], dtype=torch.float64)]
-    _, plan = rw.compress(model, x, method="pfp", data=data, split="minimax", **budget)
+    _, plan = rw.compress(model, x, method="pfp", data=data, search="minimax", **budget)
     found, groups = study(model, x)
     curves = [error_curve(s) for s in sensitivities(model, data, found, groups) if s is not None]
     limits = {unit: plan.budget.limit(unit, getattr(plan.before, unit)) for unit in plan.budget.units}
@@ -334,9 +334,9 @@ def test_what_means_nothing_to_these_methods() -> None:
     assert "error=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, error="max"))
     assert "groups=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, groups=3))
     assert "unknown setting" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, colour=3))
-    assert "unknown split" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, split="fair"))
-    assert "score='norm'" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, split="minimax"))
-    assert "unknown setting 'split'" in check_sentence(lambda: rw.compress(model, x, keep=0.5, split="minimax"))
+    assert "unknown search" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, search="fair"))
+    assert "score='norm'" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, search="minimax"))
+    assert "unknown setting 'score'" in check_sentence(lambda: rw.compress(model, x, keep=0.5, score="norm"))
     assert "example input" in check_sentence(lambda: rw.compress(model, method="ft", keep=0.5))
     table = rw.build_table(model, x)
     assert "rankwise.compress" in check_sentence(lambda: rw.allocate(table, rw.Budget(params=0.5), method="ft"))
@@ -457,6 +457,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
         (["digits-cnn", "--method", "pfp", "--keep", "0.5", "--dry-run"], "--data"),
         (["digits-cnn", "--method", "ft", "--keep", "0.00001", "--dry-run"], "least possible"),
         (["resnet20", "--method", "ft", "--keep", "0.5", "--strict", "--dry-run"], "--strict"),
+        (["digits-cnn", "--method", "ft", "--keep", "0.5", "--search", "alternate", "--dry-run"], "unknown search"),
     ):
         assert main(["compress", *bad]) == 2
         assert words in capsys.readouterr().err

@@ -103,7 +103,7 @@ def compress(
         str | None, typer.Option("--error", help="bound, rss, max, exact, energy, residual or output.")
     ] = None,
     search: Annotated[
-        str | None, typer.Option("--search", help="alternate, minimax, sum, penalty, product or constant.")
+        str | None, typer.Option("--search", help="alternate, minimax, sum, penalty, product, constant or sampling.")
     ] = None,
     groups: Annotated[
         str | None, typer.Option("--groups", metavar="K", help="all, any, a number or a list such as 1,2,4.")

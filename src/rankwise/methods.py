@@ -81,12 +81,12 @@ METHODS: dict[str, Method] = _register(
     Method(
         "ft",
         "removes the filters with the smallest ℓ1 norm, the same share everywhere",
-        Filters(score="norm", split="constant"),
+        Filters(score="norm", search="constant"),
     ),
     Method(
         "pfp",
         "removes the channels with the smallest sensitivity over calibration data, shares by its error guarantee",
-        Filters(score="sensitivity", split="sampling"),
+        Filters(score="sensitivity", search="sampling"),
     ),
     Method("auto", "the best we know without data: least total energy, all folds and slices", Settings()),
 )

@@ -25,13 +25,13 @@ from rankwise.sensitivity import sensitivities
 from rankwise.trials import random_copy, why_not
 
 SCORES = ("norm", "sensitivity")
-SPLITS = ("constant", "sampling", "minimax")
+SEARCHES = ("constant", "sampling", "minimax")
 NOT_CUT = "the budget leaves it whole"
 
 
 @dataclass(frozen=True)
 class Filters:
-    """How filters are chosen: the score of a channel, and how the budget is split between groups.
+    """How filters are chosen: the score of a channel, and the search that splits the budget between groups.
 
     `norm`: ℓ1 norm of the filters that make the channel; `sensitivity`: its largest share in what readers
     compute, which needs data. `constant`: the same share goes everywhere. `sampling`: as many as the guarantee
@@ -40,16 +40,16 @@ class Filters:
     """
 
     score: str
-    split: str
+    search: str
 
     def __post_init__(self) -> None:
-        for name, known in (("score", SCORES), ("split", SPLITS)):
+        for name, known in (("score", SCORES), ("search", SEARCHES)):
             if getattr(self, name) not in known:
                 raise RankwiseError(f"unknown {name} {getattr(self, name)!r}: possible are {', '.join(known)}")
-        if self.score == "norm" and self.split != "constant":
+        if self.score == "norm" and self.search != "constant":
             raise RankwiseError(
-                f"split={self.split!r} needs an error for each number of channels, which score='norm' does not have: "
-                f"use score='sensitivity', or split='constant'"
+                f"search={self.search!r} needs an error for each number of channels, which score='norm' does not have: "
+                f"use score='sensitivity', or search='constant'"
             )
 
     @property
@@ -80,7 +80,7 @@ def plan_filters(
     if not groups:
         first = next((f"{g.names('out')[0]}: {g.reason}" for g in channels.fixed), "it has no layers")
         raise RankwiseError(f"no filter of the model can be removed ({first}): use a method that decomposes layers")
-    kept, found_by = _SPLITTERS[settings.split](channels, groups, scores, limits)
+    kept, found_by = _SEARCHES[settings.search](channels, groups, scores, limits)
     stay = [sorted(s.argsort(descending=True, stable=True)[:n].tolist()) for s, n in zip(scores, kept, strict=True)]
     found, after = entries(channels, groups, stay), cost(channels, groups, kept)
     why = why_not(probe, example, found, readers(groups, stay), after.macs or 0)
@@ -225,7 +225,7 @@ def distinct(scores: Tensor, draws: int) -> int:
     return max(1, math.floor(float((1 - missed).sum())))
 
 
-_SPLITTERS = {"constant": _constant, "sampling": _sampling, "minimax": _minimax}
+_SEARCHES = {"constant": _constant, "sampling": _sampling, "minimax": _minimax}
 
 
 def error_curve(scores: Tensor) -> Tensor:
