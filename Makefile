@@ -32,6 +32,7 @@ bench: $(BIN)/.installed
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/budget.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/pruning.py
 
 docs: $(BIN)/.installed
 	$(BIN)/python -m pytest tests/test_docs.py

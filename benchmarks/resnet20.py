@@ -1,6 +1,6 @@
 """Every method on the pretrained CIFAR-10 ResNet20, compress only, full test set.
 
-    python benchmarks/resnet20.py --data FOLDER --weights FILE
+    python benchmarks/resnet20.py --data FOLDER --weights FILE [--only METHOD]
 
 FOLDER holds {train,test}.parquet of CIFAR-10. Nothing is chosen by looking at the test set: every row is
 a method of the registry with settings that its name says. Calibration is on training images.
@@ -18,6 +18,7 @@ from common import SHARED, machine, say
 import rankwise as rw
 from rankwise import data, networks
 from rankwise.evaluate import evaluate
+from rankwise.pruning import Filters
 
 BUDGETS = (("params", 15), ("params", 25), ("params", 40), ("params", 60), ("macs", 25), ("macs", 50))  # % removed
 CALIBRATION = 256  # training images
@@ -27,6 +28,11 @@ ROWS = (
     ("svd-error", "svd-error", {}),
     ("l-rank", "l-rank", {}),
     ("pca, 256 training images", "pca", {}),
+    ("ft", "ft", {}),
+    ("ft, shortcuts left alone", "ft", {"exclude": "conv1"}),
+    ("pfp, 256 training images", "pfp", {}),
+    ("pfp, 256 training images, shortcuts left alone", "pfp", {"exclude": "conv1"}),
+    ("pfp, minimax, 256 training images", "pfp", {"search": "minimax"}),
     ("alds-simple, k = 3", "alds-simple", {}),
     ("alds-simple, k = 5", "alds-simple", {"groups": 5}),
     ("alds-error, k = 3", "alds-error", {}),
@@ -47,6 +53,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True)
     parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "resnet20-cifar10.safetensors")
+    parser.add_argument(
+        "--only", action="append", choices=sorted(rw.METHODS), help="rows of this method; may be repeated"
+    )
     args = parser.parse_args()
     model = networks.build("resnet20")
     networks.load_weights_(model, args.weights)
@@ -65,14 +74,20 @@ def main() -> None:
     head = " | ".join(f"{names[unit]} {r} %" for unit, r in BUDGETS)
     say(f"| method | {head} | seconds to plan and build |\n| --- |{' ---: |' * (len(BUDGETS) + 1)}")
     for title, method, changes in ROWS:
-        k = changes.get("groups", rw.METHODS[method].settings.groups)
+        if args.only and method not in args.only:
+            continue
+        settings = rw.METHODS[method].settings
+        k = changes.get("groups", getattr(settings, "groups", 1))
         cells, seconds = [], []
         source = seen if method == "pca" else fixed.get(k, table)
         for unit, removed in BUDGETS:
             start = time.perf_counter()
             budget = rw.Budget(**{unit: 1 - removed / 100})
-            plan = rw.allocate(source, budget, method=method, model="resnet20", **changes)
-            small = rw.apply_plan(model, plan, source.moments)
+            if isinstance(settings, Filters):  # no table: graph, trials and scores are part of the time
+                small, plan = rw.compress(model, example, method, budget.params, budget.macs, data=images, **changes)
+            else:
+                plan = rw.allocate(source, budget, method=method, model="resnet20", **changes)
+                small = rw.apply_plan(model, plan, source.moments)
             seconds.append(time.perf_counter() - start)
             change = evaluate(small, test).top1 - base
             cut = [f"{100 * (1 - plan.keep(u)):.1f}" for u in names]

@@ -18,14 +18,21 @@ from torch import Tensor, nn
 from rankwise.cost import Option
 from rankwise.fold import all_folds
 from rankwise.layer import Layer
-from rankwise.methods import METHODS
+from rankwise.methods import METHODS, needs_data
+from rankwise.search import Settings
 
 CONVS = ("Conv1d", "Conv2d", "Conv3d")
 TRANSPOSED = ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 LINEAR = ("Linear", "Conv1D") if find_spec("transformers") else ("Linear",)
 KINDS = (*LINEAR, *CONVS, *TRANSPOSED)
-# Methods that look at the weights alone; the others have tests of their own.
-DATA_FREE = sorted(name for name, method in METHODS.items() if method.settings.decompositions == ("svd",))
+# Methods that decompose slices of the weights; the others have tests of their own.
+DATA_FREE = sorted(
+    name
+    for name, method in METHODS.items()
+    if isinstance(method.settings, Settings)
+    and not needs_data(method.settings)
+    and method.settings.decompositions == ("svd",)
+)
 
 Case = tuple[nn.Module, Tensor]
 

@@ -11,12 +11,11 @@ import rankwise
 
 SOURCE = Path(rankwise.__file__).parent
 FLOORS = [
-    "errors version jsonio fold layer cost decompose measure pca",
-    "table plan budget menu allocate knapsack search",
-    "modules forward coverage surgery checkpoint",
-    "probe methods",
-    "zoo spec factory weights vision networks images sources data evaluate "
-    "augment feed recipes engine state train lc material",
+    "errors version jsonio fold layer cost decompose measure moments pca tucker vbmf clusters response",
+    "table table_file plan budget menu allocate knapsack unbudgeted search",
+    "modules pairs narrow forward coverage surgery checkpoint graph trials channels",
+    "images sources data probe sensitivity pruning methods",
+    "zoo spec factory weights vision networks evaluate augment feed recipes engine state train lc material",
     "results pipeline",
     "charts report demo flags show live train_cli cli __main__ __init__",
 ]
@@ -56,7 +55,7 @@ def test_core_import_needs_little(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    extras = "torchvision timm datasets sklearn transformers plotly PIL pandas scipy onnx ray accelerate"
+    extras = "torchvision timm datasets sklearn transformers plotly PIL pandas scipy onnx ray accelerate torch_pruning"
     code = f"import rankwise, sys; print([m for m in '{extras}'.split() if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -22,7 +22,7 @@ from rankwise.decompose import factors, spectra
 from rankwise.fold import all_folds
 from rankwise.layer import Layer
 from rankwise.measure import MEASURES
-from rankwise.modules import build_pair, fill_pair_, merge_pair
+from rankwise.pairs import build_pair, fill_pair_, merge_pair
 from strategies import DATA_FREE, KINDS, Case, blocks, cases, every_option, operator_norm, slices
 
 EXAMPLES = {"Conv3d": 15, "ConvTranspose3d": 15}

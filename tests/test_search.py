@@ -127,6 +127,11 @@ def worst(plan: rw.Plan, measure: str) -> float:
 shares = st.lists(st.floats(0, 1), min_size=2, max_size=2)
 
 
+def offer(k: int, unit: tuple[int, ...], curve: np.ndarray, most: int) -> Offer:
+    """Rank j costs j times `unit`."""
+    return Offer(Option("f│c", k + 1), np.outer(np.arange(len(curve)), unit), Curve(curve, curve), most)
+
+
 @st.composite
 def menus(draw: st.DrawFn, units: int, distinct: bool = False) -> list[Menu]:
     """Menus without a network behind them: coarse errors, so that many choices tie, or `distinct` ones."""
@@ -141,8 +146,8 @@ def menus(draw: st.DrawFn, units: int, distinct: bool = False) -> list[Menu]:
                 values = [v + len(used) * 1e-6 for v in values]
             used |= {*values, object()}
             curve = np.array([max([1000.0, *values]), *values, 0.0])
-            offers.append(Offer(Option("f│c", k + 1), unit, Curve(curve, curve), most))
-        floor = [max([o.unit[u] * o.most for o in offers], default=0) for u in range(units)]
+            offers.append(offer(k, unit, curve, most))
+        floor = [max([o.cost(o.most)[u] for o in offers], default=0) for u in range(units)]
         dense = tuple(f + draw(st.integers(1, 6)) for f in floor)
         found.append(Menu(rw.Layer(str(i), "Linear", 1, 1), tuple(offers), Point(dense, 0.0, None, 0)))
     return found
@@ -151,14 +156,14 @@ def menus(draw: st.DrawFn, units: int, distinct: bool = False) -> list[Menu]:
 def menu(offers: list[tuple[tuple[int, ...], float]], dense: tuple[int, ...]) -> Menu:
     """A menu written out: the cost and error of each offer at rank 1."""
     curves = [np.array([9.0, error, 0.0]) for _, error in offers]
-    found = [Offer(Option("f│c", k + 1), unit, Curve(c, c), 1) for k, ((unit, _), c) in enumerate(zip(offers, curves))]  # noqa: B905
+    found = [offer(k, unit, c, 1) for k, ((unit, _), c) in enumerate(zip(offers, curves, strict=True))]
     return Menu(rw.Layer("", "Linear", 1, 1), tuple(found), Point(dense, 0.0, None, 0))
 
 
 def points_of(menu: Menu) -> Points:
     points = [(menu.dense.cost, 0.0)]
     for offer in menu.offers:
-        points += [(tuple(u * j for u in offer.unit), float(offer.curve.values()[j])) for j in range(1, offer.most + 1)]
+        points += [(offer.cost(j), float(offer.curve.values()[j])) for j in range(1, offer.most + 1)]
     return points
 
 

@@ -23,7 +23,7 @@ from rankwise import jsonio
 from rankwise.cost import Option, divisors, groups_for, real_groups, slice_width
 from rankwise.fold import all_folds, fold_for, kernel_sides
 from rankwise.measure import FROM_SPECTRA, MEASURES
-from rankwise.table import _checksum
+from rankwise.table_file import _checksum
 from sentences import check_sentence
 
 FIXTURE_OK = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -8,7 +8,7 @@ from rankwise.errors import RankwiseError
 from rankwise.layer import Coverage, Layer, Skipped
 from rankwise.methods import METHODS, Method, allocate, build_table, compress
 from rankwise.modules import GroupedLinear
-from rankwise.plan import Choice, Plan
+from rankwise.plan import Choice, Plan, Pruned
 from rankwise.surgery import apply_plan, apply_plan_, densify, densify_
 from rankwise.table import Table
 from rankwise.version import __version__
@@ -22,6 +22,7 @@ __all__ = [
     "Layer",
     "Method",
     "Plan",
+    "Pruned",
     "RankwiseError",
     "Skipped",
     "Table",

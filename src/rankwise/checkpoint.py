@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from rankwise import jsonio
 from rankwise.errors import RankwiseError
 from rankwise.modules import mark_of
+from rankwise.narrow import narrowed
+from rankwise.pairs import decision_of
 from rankwise.plan import Plan
 from rankwise.surgery import copy_model, need_module, replace_layers_
 
@@ -32,16 +34,19 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
     pairs = {name: mark for name, module in model.named_modules() if (mark := mark_of(module)) is not None}
     for choice in plan.choices:
         mark = mark_of(modules[choice.name]) if choice.name in modules else None
-        if mark is None or (mark["fold"], mark["slices"], mark["decomposition"], mark["rank"]) != (
-            choice.fold,
-            choice.groups,
-            choice.decomposition,
-            choice.rank,
-        ):
+        if mark is None or decision_of(mark)[1:] != (choice.option, choice.rank):
             raise RankwiseError(
                 f"the model does not follow the plan at layer {choice.name!r}: save what apply_plan gave for this plan"
             )
-    unknown = sorted(set(pairs) - {choice.name for choice in plan.choices})
+    thin = {name: mark for name, module in model.named_modules() if (mark := narrowed(module)) is not None}
+    for entry in plan.pruned:
+        mark = narrowed(modules[entry.name]) if entry.name in modules else None
+        if mark is None or (mark["filters"], mark["channels"]) != (entry.filters, entry.channels):
+            raise RankwiseError(
+                f"the model does not follow the plan at layer {entry.name!r}: save what apply_plan gave for this plan"
+            )
+    decided = {choice.name for choice in plan.choices} | {entry.name for entry in plan.pruned}
+    unknown = sorted({*pairs, *thin} - decided)
     if unknown:
         raise RankwiseError(
             f"the model does not follow the plan: {unknown[0]!r} is compressed and the plan has no choice for it"

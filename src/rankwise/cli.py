@@ -10,17 +10,20 @@ import typer
 from torch import Tensor, nn
 
 from rankwise import checkpoint, networks, show, train_cli
+from rankwise.clusters import CLUSTERINGS
+from rankwise.cost import DECOMPOSITIONS
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
 from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
-from rankwise.flags import example_for, read_budget, read_folds, read_groups, side_of
-from rankwise.forward import run_example, undisturbed
+from rankwise.flags import example_for, read_budget, read_folds, read_groups
+from rankwise.forward import run_example, side_of, tensors_of, undisturbed
 from rankwise.layer import Coverage
-from rankwise.methods import METHODS, settings_for, table_for
+from rankwise.methods import METHODS, find, needs_budget, needs_data, settings_for
 from rankwise.plan import Plan
-from rankwise.search import find_plan
+from rankwise.pruning import Filters
 from rankwise.surgery import apply_plan
+from rankwise.trials import OUTPUT
 
 app = typer.Typer(
     name="rankwise",
@@ -100,13 +103,19 @@ def compress(
         str | None, typer.Option("--error", help="bound, rss, max, exact, energy, residual or output.")
     ] = None,
     search: Annotated[
-        str | None, typer.Option("--search", help="alternate, minimax, sum, penalty, product or constant.")
+        str | None, typer.Option("--search", help="alternate, minimax, sum, penalty, product, constant or sampling.")
     ] = None,
     groups: Annotated[
         str | None, typer.Option("--groups", metavar="K", help="all, any, a number or a list such as 1,2,4.")
     ] = None,
     folds: Annotated[
         str | None, typer.Option("--folds", metavar="F", help="all, or a list of schemes such as 0,3.")
+    ] = None,
+    decompositions: Annotated[
+        str | None, typer.Option("--decompositions", metavar="D", help=f"A list of {', '.join(DECOMPOSITIONS)}.")
+    ] = None,
+    clustering: Annotated[
+        str | None, typer.Option("--clustering", help=f"For messi: {', '.join(CLUSTERINGS)}.")
     ] = None,
     input: InputOpt = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the random starts.")] = None,
@@ -127,21 +136,25 @@ def compress(
         "seed": seed,
         "groups": read_groups(groups),
         "folds": read_folds(folds),
+        "decompositions": decompositions.split(",") if decompositions else None,
+        "clustering": clustering,
     }
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
-    moments = None
+    moments: Any = None
     if plan is None:
         coverage = find_layers(network, example, exclude or ())
-        check_coverage(coverage, strict)
         settings = settings_for(method, **changes)
+        check_coverage(coverage, strict, isinstance(settings, Filters))
         images = None
-        if data is not None and set(settings.decompositions) - {"svd"}:
+        if data is not None and needs_data(settings):
             images = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
+        asked = read_budget(keep, budget) if keep is not None or budget or needs_budget(settings) else None
+        title = networks.architecture(model)
         with show.progress("layers") as report:
-            table = table_for(network, coverage, settings, images, report)
-        found = find_plan(table, read_budget(keep, budget), settings, method, networks.architecture(model))
-        moments = table.moments
+            found, moments = find(network, example, coverage, settings, asked, method, title, images, report)
+        if strict:
+            check_pruned(found)
     else:
         _only_with_a_search(keep, budget, changes)
         found = Plan.load(plan)
@@ -216,12 +229,14 @@ def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
     return network.eval()
 
 
-def check_coverage(coverage: Coverage, strict: bool) -> None:
+def check_coverage(coverage: Coverage, strict: bool, prunes: bool) -> None:
     compressed = [s.name for s in coverage.skipped if s.reason == COMPRESSED]
     if compressed:
         raise RankwiseError(
             f"the model is already compressed (layer {compressed[0]!r}, for one): compress the original instead"
         )
+    if prunes:
+        return  # which filters can be removed is another question, and the plan answers it
     if not coverage.layers:
         raise RankwiseError("the model has no layer that can be decomposed: rankwise inspect says why")
     gaps = [s for s in coverage.skipped if s.reason not in (OTHER_KIND, EXCLUDED)]
@@ -230,6 +245,17 @@ def check_coverage(coverage: Coverage, strict: bool) -> None:
         raise RankwiseError(
             f"--strict was given and {len(gaps)} layers cannot be decomposed ({first}): exclude them by name, "
             f"or leave --strict out"
+        )
+
+
+def check_pruned(plan: Plan) -> None:
+    """--strict for methods that remove filters: every filter must be free to go, but for the network's output."""
+    held = [g for g in plan.search.get("whole", ()) if g["reason"] != OUTPUT and not g["reason"].endswith(EXCLUDED)]
+    if held:
+        first = "; ".join(f"{g['layers'][0]}: {g['reason']}" for g in held[:3])
+        raise RankwiseError(
+            f"--strict was given and the filters of {len(held)} groups of layers cannot be removed ({first}): exclude "
+            f"them by name, or leave --strict out"
         )
 
 
@@ -242,17 +268,10 @@ def verify(folder: Path, small: nn.Module, original: nn.Module, example: Tensor 
             raise RankwiseError(f"{folder} was written, but read back it has other weights: do not use it")
         return "it has the same weights (give --input to compare outputs too)"
     with undisturbed(again), undisturbed(small):
-        ours, theirs = _tensors(run_example(small, example)), _tensors(run_example(again, example))
+        ours, theirs = tensors_of(run_example(small, example)), tensors_of(run_example(again, example))
     if len(ours) != len(theirs) or not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
         raise RankwiseError(f"{folder} was written, but read back it gives other outputs: do not use it")
     return "it gives the same outputs"
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    items = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    return [t for item in items for t in _tensors(item)]
 
 
 def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: dict[str, Any]) -> None:
@@ -266,7 +285,8 @@ def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: d
 def _print_plan(plan: Plan, scores: dict[str, Any] | None) -> None:
     terminal = show.console()
     terminal.print(show.plan_grid(plan, str(plan.settings.get("error", "energy"))))
-    whole = [s for s in plan.kept if s.reason not in (OTHER_KIND, EXCLUDED)]
+    whole = [f"{s.name} ({s.reason})" for s in plan.kept if s.reason not in (OTHER_KIND, EXCLUDED)]
+    whole = show.held_filters(plan) if plan.pruned else whole
     if whole:
-        terminal.print("left whole: " + "; ".join(f"{s.name} ({s.reason})" for s in whole))
+        terminal.print("left whole: " + "; ".join(whole))
     terminal.print(show.before_after_grid(plan, scores))

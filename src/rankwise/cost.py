@@ -1,8 +1,8 @@
-"""Sizes of options: how many params and macs one rank costs, before anything is built.
+"""Sizes of options: how many params and macs a rank costs, before anything is built.
 
 Conventions: one multiply-add is one mac; biases are not counted as macs; both equal torch's own numbers
-(`sum(p.numel())`, and `torch.utils.flop_counter` halved). Both are a multiple of the rank, plus a
-constant for some options, so an option is described by its cost for one rank and what it costs beside.
+(`sum(p.numel())`, and `torch.utils.flop_counter` halved). For nearly all options both are a multiple of
+the rank plus a constant; only clusters of unequal size reach their full rank one after the other.
 """
 
 from __future__ import annotations
@@ -11,24 +11,34 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rankwise.errors import RankwiseError
-from rankwise.fold import folds_for, kernel_sides
+from rankwise.fold import all_folds, folds_for, kernel_sides
 from rankwise.layer import Call, Layer
+
+Ints = NDArray[np.int64]
+
+DECOMPOSITIONS = ("svd", "pca", "messi", "tucker2")
 
 
 @dataclass(frozen=True)
 class Option:
-    """A fold, the number of slices of consecutive input channels, and how the factors are found.
+    """A fold, the number of slices of input channels, and how the factors are found.
 
-    `decomposition` is "svd" (from the weight alone) or "pca" (from the layer's outputs over calibration data).
+    `decomposition` is one of
+        svd      of each slice of consecutive channels, from the weight alone
+        pca      of the layer's outputs over calibration data
+        messi    svd of each of the `clusters`, which name the channels that belong together
+        tucker2  both channel modes at once: `outer` is the rank of the filters, the rank that of the channels
     """
 
     fold: str
     groups: int
     decomposition: str = "svd"
-
-
-DECOMPOSITIONS = ("svd", "pca")
+    outer: int = 0
+    clusters: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,28 +90,94 @@ def groups_for(groups: str | int | Iterable[int], layer: Layer) -> list[int]:
     return sorted(found)
 
 
+def taps(layer: Layer, option: Option) -> tuple[int, int]:
+    """Kernel taps on the left (decoder) and on the right (encoder) of the fold."""
+    left, right = kernel_sides(option.fold)
+    return math.prod(layer.kernel[a] for a in left), math.prod(layer.kernel[a] for a in right)
+
+
+def widths(layer: Layer, option: Option) -> tuple[int, ...]:
+    """Channels that each slice of a group stores, padding included."""
+    if option.decomposition == "messi":
+        return tuple(len(cluster) for cluster in option.clusters)
+    return (slice_width(layer.group_channels, option.groups),) * option.groups
+
+
+def slice_ranks(layer: Layer, option: Option) -> tuple[int, ...]:
+    """The rank at which each slice is whole."""
+    left, right = taps(layer, option)
+    return tuple(min(layer.group_filters * left, width * right) for width in widths(layer, option))
+
+
 def full_rank(layer: Layer, option: Option) -> int:
-    """The rank at which the pair is the same function as the layer."""
+    """The largest rank worth having: there the factors are the same function as the layer.
+
+    For tucker2 that holds where `outer` is full as well.
+    """
     if option.decomposition == "pca":
         return layer.group_filters
-    left, right = kernel_sides(option.fold)
-    rows = layer.group_filters * math.prod(layer.kernel[a] for a in left)
-    width = slice_width(layer.group_channels, option.groups)
-    return min(rows, width * math.prod(layer.kernel[a] for a in right))
+    if option.decomposition == "tucker2":
+        return min(layer.group_channels, option.outer * math.prod(layer.kernel))
+    return max(slice_ranks(layer, option))
+
+
+def full_outer(layer: Layer) -> int:
+    """The largest rank of the filters' mode that tucker2 can have."""
+    return min(layer.group_filters, layer.group_channels * math.prod(layer.kernel))
 
 
 def unit_cost(layer: Layer, option: Option) -> Cost:
-    """Cost of the pair at rank 1, without the bias; rank j costs j times as much.
+    """Cost of the factors at rank 1, without the bias and what `fixed_cost` counts; rank j costs j times as much.
 
     The encoder sees the inputs along the left axes and gives the outputs along the right ones: between
-    the two factors lie Π_right outputs · Π_left inputs positions.
+    the two factors lie Π_right outputs · Π_left inputs positions. (Clusters may reach their full rank earlier.)
     """
-    left, right = kernel_sides(option.fold)
-    width = slice_width(layer.group_channels, option.groups)
-    encoder = layer.groups * option.groups * width * math.prod(layer.kernel[a] for a in right)
-    decoder = layer.filters * option.groups * math.prod(layer.kernel[a] for a in left)
+    if option.decomposition == "tucker2":
+        core = layer.groups * option.outer * math.prod(layer.kernel)
+        return _add(_pointwise(layer, layer.channels, before=True), _like_layer(layer, core))
+    left, right = taps(layer, option)
+    encoder = layer.groups * sum(widths(layer, option)) * right
+    return _pair_cost(layer, option, encoder, layer.filters * option.groups * left)
+
+
+def fixed_cost(layer: Layer, option: Option) -> Cost:
+    """What the factors cost beside the rank.
+
+    Principal components need a bias for the mean, also where there was none; tucker2 has its last factor.
+    """
+    if option.decomposition == "tucker2":
+        return _pointwise(layer, layer.filters * option.outer, before=False)
+    bias = layer.filters if option.decomposition == "pca" and not layer.bias else 0
+    return Cost(bias, None if layer.calls is None else 0)
+
+
+def costs(layer: Layer, option: Option) -> tuple[Ints, Ints | None]:
+    """Params and macs by rank, from 0 to the full rank; entry j is what rank j costs."""
+    ranks = np.arange(full_rank(layer, option) + 1)
+    beside = fixed_cost(layer, option)
+    if option.decomposition == "messi":
+        left, right = taps(layer, option)
+        slices = [_pair_cost(layer, option, width * right, layer.filters * left) for width in widths(layer, option)]
+        caps = slice_ranks(layer, option)
+    else:
+        slices, caps = [unit_cost(layer, option)], (len(ranks) - 1,)
+    parts = [(each, np.minimum(ranks, cap)) for each, cap in zip(slices, caps, strict=True)]
+    params = sum((each.params * r for each, r in parts), start=beside.params + 0 * ranks)
+    if layer.calls is None:
+        return params, None
+    return params, sum(((each.macs or 0) * r for each, r in parts), start=(beside.macs or 0) + 0 * ranks)
+
+
+def cost_at(layer: Layer, option: Option, rank: int) -> Cost:
+    params, macs = costs(layer, option)
+    return Cost(int(params[rank]), None if macs is None else int(macs[rank]))
+
+
+def _pair_cost(layer: Layer, option: Option, encoder: int, decoder: int) -> Cost:
+    """An encoder and a decoder with so many weights each."""
     if layer.calls is None:
         return Cost(encoder + decoder, None)
+    left, right = kernel_sides(option.fold)
     macs = 0
     for call in layer.calls:
         middle = math.prod(call.outputs[a] for a in right) * math.prod(call.inputs[a] for a in left)
@@ -111,10 +187,63 @@ def unit_cost(layer: Layer, option: Option) -> Cost:
     return Cost(encoder + decoder, macs)
 
 
-def fixed_cost(layer: Layer, option: Option) -> Cost:
-    """What a pair costs beside its rank: principal components need a bias for the mean, also where there was none."""
-    bias = layer.filters if option.decomposition == "pca" and not layer.bias else 0
-    return Cost(bias, None if layer.calls is None else 0)
+def _pointwise(layer: Layer, weights: int, before: bool) -> Cost:
+    """A 1×1 convolution with so many weights in front of the layer, or behind it."""
+    if layer.calls is None:
+        return Cost(weights, None)
+    sizes = [(c.inputs if before else c.outputs, c.count) for c in layer.calls]
+    return Cost(weights, weights * sum(math.prod(size) * count for size, count in sizes))
+
+
+def _like_layer(layer: Layer, weights: int) -> Cost:
+    """A convolution with the layer's own kernel and stride."""
+    return _pointwise(layer, weights, before=layer.transposed)
+
+
+def _add(one: Cost, other: Cost) -> Cost:
+    return Cost(one.params + other.params, None if one.macs is None else one.macs + (other.macs or 0))
+
+
+def check_option(layer: Layer, option: Option, where: str) -> None:
+    """Refuse an option that cannot be built for the layer; `where` begins the sentence."""
+    if option.decomposition not in DECOMPOSITIONS:
+        raise RankwiseError(
+            f"{where} has the unknown decomposition {option.decomposition!r}: known are {', '.join(DECOMPOSITIONS)}"
+        )
+    folds = all_folds(layer.dims)
+    if option.fold not in folds:
+        raise RankwiseError(f"{where} has the unknown fold {option.fold!r}: possible are {', '.join(folds)}")
+    if option.decomposition in ("pca", "tucker2") and (option.fold, option.groups) != (folds[0], 1):
+        raise RankwiseError(
+            f"{where} has the decomposition {option.decomposition!r} with {option.fold}, {option.groups}: "
+            f"it takes {folds[0]}, 1"
+        )
+    if option.decomposition == "tucker2" and not 1 <= option.outer <= full_outer(layer):
+        raise RankwiseError(f"{where} has outer rank {option.outer}: possible are 1 to {full_outer(layer)}")
+    if option.decomposition != "tucker2" and option.outer:
+        raise RankwiseError(f"{where} has an outer rank, which {option.decomposition!r} does not have: leave it out")
+    if option.decomposition != "messi" and option.clusters:
+        raise RankwiseError(f"{where} has clusters, which {option.decomposition!r} does not have: leave them out")
+    channels = layer.group_channels
+    if option.decomposition == "messi":
+        _check_clusters(layer, option, where)
+    elif not 1 <= option.groups <= channels or real_groups(channels, option.groups) != option.groups:
+        raise RankwiseError(f"{where} cuts {channels} channels into {option.groups} slices, which cannot be done")
+    if layer.groups > 1 and channels % option.groups:
+        raise RankwiseError(
+            f"{where} cuts {channels} channels of a grouped convolution into {option.groups} unequal slices: "
+            f"only divisors of {channels} can be built"
+        )
+
+
+def _check_clusters(layer: Layer, option: Option, where: str) -> None:
+    members = sorted(channel for cluster in option.clusters for channel in cluster)
+    whole = members == list(range(layer.channels)) and all(option.clusters)
+    if layer.groups > 1 or len(option.clusters) != option.groups or not whole:
+        raise RankwiseError(
+            f"{where} has clusters that do not name each of {layer.channels} channels once in {option.groups} "
+            f"clusters: make the plan again"
+        )
 
 
 def options_for(

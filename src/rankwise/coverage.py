@@ -16,11 +16,15 @@ from rankwise.errors import RankwiseError
 from rankwise.forward import observe
 from rankwise.layer import Coverage, Skipped
 from rankwise.modules import describe, kind_of, mark_of
+from rankwise.narrow import narrowed
 
 # Reasons that are no gap in coverage: there is nothing to decompose, or the user said so.
 OTHER_KIND = "not a linear or convolution layer"
 EXCLUDED = "excluded by name"
 COMPRESSED = "already compressed"
+# Reasons that concern pairs of layers, and not the removal of filters.
+DEPTHWISE = "depthwise: every filter sees one channel"
+HOOKS = "it has hooks, which a replacement would lose"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -51,7 +55,7 @@ def find_layers(model: nn.Module, example: Any = None, exclude: Iterable[str] | 
         own = list(module.parameters(recurse=False))
         if not own and not is_parametrized(module):
             continue
-        reason = _reason(model, name, module, owners, excluded)
+        reason = COMPRESSED if narrowed(module) is not None else _reason(model, name, module, owners, excluded)
         if reason is None:
             layers[name] = module
         elif mark_of(module) is None:
@@ -96,6 +100,13 @@ def _owners(model: nn.Module) -> dict[int, set[str]]:
     return owners
 
 
+def tied_to(model: nn.Module, name: str) -> str | None:
+    """Another module that holds one of this module's own parameters, or None."""
+    owners = _owners(model)
+    own = [p for p in model.get_submodule(name).parameters(recurse=False) if p.numel()]
+    return next((other for p in own for other in sorted(owners[_place(p)] - {name})), None)
+
+
 def _place(parameter: Tensor) -> int:
     return (parameter.layout is torch.strided and parameter.data_ptr()) or id(parameter)
 
@@ -110,12 +121,12 @@ def _reason(
     """Why a module is left alone; None if it can be decomposed."""
     if isinstance(module, nn.MultiheadAttention):
         return "it keeps its projections in one tensor of its own"
+    if module in excluded:
+        return EXCLUDED
     kind = kind_of(module)
     if kind is None:
         base = next((c.__name__ for c in type(module).__mro__[1:] if kind_of_class(c)), None)
         return f"{type(module).__name__} changes how {base} works" if base else OTHER_KIND
-    if module in excluded:
-        return EXCLUDED
     if name == "":
         return "the model is this single layer: wrap it in nn.Sequential to decompose it"
     weight = module._parameters.get("weight")
@@ -139,10 +150,10 @@ def _reason(
         return "nn.MultiheadAttention reads its weight without calling it"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, h) for h in hooks):
-        return "it has hooks, which a replacement would lose"
+        return HOOKS
     layer = describe(module, name)
     if layer.groups > 1 and layer.group_channels == 1:
-        return "depthwise: every filter sees one channel"
+        return DEPTHWISE
     return None
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from rankwise.cost import Option, slice_width
+from rankwise.cost import Option, full_rank, slice_width, widths
 from rankwise.errors import RankwiseError
 from rankwise.fold import from_matrix, kernel_sides, to_matrix
 from rankwise.layer import Layer, canonical, stored
@@ -45,14 +45,22 @@ def check_finite(weight: Tensor, name: str) -> None:
 
 
 def cut(weight: Tensor, layer: Layer, option: Option) -> Tensor:
-    """The slices of a weight as matrices: (G, k, rows, columns), zeros where the last slice is narrower."""
+    """The slices of a weight as matrices: (G, k, rows, columns), zeros where a slice is narrower than the widest."""
     whole = canonical(weight.detach(), layer)
-    width = slice_width(layer.group_channels, option.groups)
-    missing = option.groups * width - layer.group_channels
+    if option.clusters:
+        whole = torch.constant_pad_nd(whole, [0, 0] * layer.dims + [0, 1])[:, :, _places(layer, option)]
+    missing = option.groups * max(widths(layer, option)) - whole.shape[2]
     if missing:
         whole = torch.constant_pad_nd(whole, [0, 0] * layer.dims + [0, missing])
     matrix = to_matrix(whole, option.fold)
     return torch.unflatten(matrix, 2, (option.groups, -1)).transpose(1, 2)
+
+
+def _places(layer: Layer, option: Option) -> Tensor:
+    """The channels of one cluster after the other, each filled up with the channel behind the last one."""
+    wide = max(widths(layer, option))
+    filled = [[*cluster, *[layer.channels] * (wide - len(cluster))] for cluster in option.clusters]
+    return torch.tensor(filled).flatten()
 
 
 def gram(weight: Tensor, fold: str, inner: bool) -> Tensor:
@@ -147,6 +155,14 @@ def spectra(weight: Tensor, layer: Layer, fold: str, groups: Iterable[int]) -> d
     return {k: torch.unflatten(torch.cat(parts), 0, (layer.groups, k)).numpy() for k, parts in found.items()}
 
 
+def cluster_spectra(weight: Tensor, layer: Layer, option: Option) -> Array:
+    """Singular values of every cluster, (1, k, r + 1) like those of slices; narrow clusters end with zeros."""
+    slices = cut(weight, layer, option)[0].to("cpu", torch.float64)
+    small = slices @ slices.mT if slices.shape[1] < slices.shape[2] else slices.mT @ slices
+    values = _eigenvalues(small).sqrt()[:, : full_rank(layer, option)]
+    return torch.constant_pad_nd(values, (0, 1))[None].numpy()
+
+
 def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A = U V with orthonormal columns in U and V = ΣVᵀ, strongest first, signs made canonical."""
     matrix = matrix.to("cpu", torch.float64)
@@ -192,7 +208,7 @@ def pair_weights(left: Tensor, right: Tensor, layer: Layer, option: Option) -> t
     left, right = left * root[..., None, :], right / root.where(root > 0, torch.ones_like(root))[..., None]
     rank = left.shape[-1]
     n = layer.groups * option.groups
-    width = slice_width(layer.group_channels, option.groups)
+    width = max(widths(layer, option))
     here = [layer.kernel[a] if a in right_axes else 1 for a in range(layer.dims)]
     there = [layer.kernel[a] if a in left_axes else 1 for a in range(layer.dims)]
     encoder = right.reshape(n, rank, width, *here)
@@ -210,7 +226,23 @@ def compose(encoder: Tensor, decoder: Tensor, layer: Layer, option: Option) -> T
     matrix = (left @ right).transpose(1, 2).flatten(2)
     shape = (layer.groups, layer.group_filters, option.groups * width, *layer.kernel)
     whole = from_matrix(matrix, option.fold, shape)
+    if option.clusters:
+        gathered = torch.zeros_like(whole[:, :, : layer.channels + 1])
+        gathered[:, :, _places(layer, option)] = whole  # what was filled up lands behind the last channel
+        whole = gathered
     return stored(whole[:, :, : layer.group_channels], layer).contiguous()
+
+
+def spread(right: Tensor, layer: Layer, option: Option) -> Tensor:
+    """Right factors of one group's slices, (k, j, columns) → (k, j, columns of all channels) with zeros elsewhere."""
+    k, rank, columns = right.shape
+    wide = max(widths(layer, option))
+    each = columns // wide
+    places = _places(layer, option) if option.clusters else torch.arange(k * wide)
+    whole = right.new_zeros(k, rank, max(k * wide, layer.group_channels + 1), each)
+    for i, (mine, slots) in enumerate(zip(right, torch.split(places, wide), strict=True)):
+        whole[i, :, slots] = mine.reshape(rank, wide, each)
+    return whole[:, :, : layer.group_channels].flatten(2)
 
 
 def residual_norm(left: Tensor, right: Tensor, rank: int) -> float:

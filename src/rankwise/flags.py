@@ -44,14 +44,6 @@ def read_budget(keep: float | None, parts: list[str] | None) -> Budget:
     return Budget(**values)
 
 
-def side_of(example: Tensor | None) -> int | None:
-    """The side of square images; None lets the data decide."""
-    if example is None:
-        return None
-    shape = example.shape
-    return int(shape[-1]) if example.dim() == 4 and shape[-1] == shape[-2] else None
-
-
 def read_groups(text: str | None) -> str | list[int] | None:
     if text is None or text in ("all", "any"):
         return text

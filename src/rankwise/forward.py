@@ -72,6 +72,14 @@ def run_example(model: nn.Module, example: Any) -> Any:
         ) from err
 
 
+def tensors_of(output: Any) -> list[Tensor]:
+    """Every tensor in what a network gives: itself, or inside tuples, lists and dicts."""
+    if isinstance(output, Tensor):
+        return [output]
+    items = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return [t for item in items for t in tensors_of(item)]
+
+
 def _sizes(example: Any) -> str:
     if isinstance(example, Tensor):
         return "x".join(map(str, example.shape))
@@ -161,3 +169,9 @@ def _merge(calls: list[Call]) -> tuple[Call, ...]:
     for call in calls:
         counts[call.inputs, call.outputs] = counts.get((call.inputs, call.outputs), 0) + call.count
     return tuple(Call(i, o, n) for (i, o), n in counts.items())
+
+
+def side_of(example: Any) -> int | None:
+    """The side of square images; None lets the data decide."""
+    shape = example.shape if isinstance(example, Tensor) and example.dim() == 4 else (0, 1)
+    return int(shape[-1]) if shape[-1] == shape[-2] else None

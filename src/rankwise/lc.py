@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from rankwise.engine import Engine
 from rankwise.errors import RankwiseError
-from rankwise.methods import compress, get_method
+from rankwise.methods import compress, get_method, needs_data
 from rankwise.plan import Plan
+from rankwise.pruning import Filters
 from rankwise.recipes import Recipe
 from rankwise.surgery import apply_plan, densify
 
@@ -35,8 +36,11 @@ class Target:
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if set(get_method(self.method).settings.decompositions) != {"svd"}:
-            raise RankwiseError(f"--loop lc compresses weights alone, and {self.method} looks at data: give l-rank")
+        settings = get_method(self.method).settings
+        if isinstance(settings, Filters) or needs_data(settings):
+            raise RankwiseError(
+                f"--loop lc decomposes weights alone, and {self.method} removes filters or looks at data: give l-rank"
+            )
 
 
 def strength(recipe: Recipe, epoch: int) -> float:

@@ -8,17 +8,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankwise.cost import Option, fixed_cost, groups_for, unit_cost
+from rankwise.clusters import cluster_counts
+from rankwise.cost import Ints, Option, costs, groups_for
 from rankwise.decompose import Array
 from rankwise.errors import RankwiseError
 from rankwise.fold import folds_for, kernel_sides
 from rankwise.layer import Layer
 from rankwise.measure import Curve
 from rankwise.table import Table
-
-Ints = NDArray[np.int64]
+from rankwise.tucker import has_taps
 
 
 class Point(NamedTuple):
@@ -33,28 +32,24 @@ class Point(NamedTuple):
         return all(c <= r for c, r in zip(self.cost, room, strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Offer:
-    """An option of a layer: its cost for one rank, its error by rank, the largest rank worth having.
-
-    `fixed` is what it costs beside its rank.
-    """
+    """An option of a layer: its costs (ranks, units) and its error by rank, and the largest rank worth having."""
 
     option: Option
-    unit: tuple[int, ...]
+    costs: Ints
     curve: Curve
     most: int
-    fixed: tuple[int, ...] = ()  # nothing
 
     def cost(self, rank: int) -> tuple[int, ...]:
-        return tuple(f + u * rank for f, u in zip(self.fixed or (0,) * len(self.unit), self.unit, strict=True))
+        return tuple(self.costs[rank].tolist())
 
     def point(self, rank: int) -> Point:
         return Point(self.cost(rank), self.curve[rank], self.option, rank)
 
     def rank_within(self, room: Sequence[float]) -> int:
         """The largest rank whose cost stays within `room`; 0 if there is none."""
-        ranks = [int((r - f) // u) for r, f, u in zip(room, self.cost(0), self.unit, strict=True) if u]
+        ranks = [int(column.searchsorted(r, side="right")) - 1 for column, r in zip(self.costs.T, room, strict=True)]
         return max(0, min([self.most, *ranks]))
 
 
@@ -71,7 +66,7 @@ class Menu:
         """Every point worth having in one unit: costs rising, errors falling, offer (−1: dense), rank."""
         ranks = [np.arange(1, o.most + 1) for o in self.offers]
         cost = np.concatenate(
-            [*(o.cost(0)[0] + r * o.unit[0] for r, o in zip(ranks, self.offers, strict=True)), self.dense.cost]
+            [*(o.costs[1 : o.most + 1, 0] for o in self.offers), np.array(self.dense.cost, dtype=np.int64)]
         )
         error = np.concatenate([*(o.curve.values()[1 : o.most + 1] for o in self.offers), [0.0]])
         which = np.concatenate([*(np.full(len(r), i) for i, r in enumerate(ranks)), [-1]])
@@ -100,9 +95,9 @@ class Menu:
         found = [self.dense]
         # Cheapest lower bounds first: an offer that cannot beat what is there needs no evaluation at all.
         floor = [(max(1, int((-o.curve.lower).searchsorted(-level))), o) for o in self.offers]
-        for least, offer in sorted(floor, key=lambda f: f[1].cost(f[0])[0]):
-            hopeless = any(p.fits(offer.cost(least)) for p in found)
-            if least <= offer.most and not hopeless:
+        able = [(least, o) for least, o in floor if least <= o.most]
+        for least, offer in sorted(able, key=lambda f: f[1].cost(f[0])[0]):
+            if not any(p.fits(offer.cost(least)) for p in found):
                 rank = max(1, offer.curve.first(level))
                 if rank <= offer.most:
                     found = pareto([*found, offer.point(rank)])
@@ -144,29 +139,42 @@ def _menu(table: Table, layer: Layer, units: tuple[str, ...], measure: str, opti
     dense = tuple(int(getattr(layer, unit)) for unit in units)
     offers = []
     for option in options:
-        each, beside = unit_cost(layer, option), fixed_cost(layer, option)
-        unit = tuple(int(getattr(each, u)) for u in units)
-        fixed = tuple(int(getattr(beside, u)) for u in units)
+        params, macs = costs(layer, option)
+        by_rank = np.stack([macs if u == "macs" and macs is not None else params for u in units], axis=1)
         curve = table.curve(layer, option, measure)
         # A unit in which the layer costs nothing (it is not called) cannot get smaller and does not count.
-        limits = [(d - f - 1) // u for d, f, u in zip(dense, fixed, unit, strict=True) if d]
+        limits = [int(by_rank[:, u].searchsorted(d)) - 1 for u, d in enumerate(dense) if d]
         most = min([len(curve) - 1, *limits]) if limits else 0
         if most >= 1:
-            offers.append(Offer(option, unit, curve, most, fixed))
+            offers.append(Offer(option, by_rank, curve, most))
     return Menu(layer, tuple(offers), Point(dense, 0.0, None, 0))
 
 
 def _wanted(table: Table, layer: Layer, folds: object, groups: object, decompositions: tuple[str, ...]) -> list[Option]:
-    """The table's options for a layer, narrowed to those a method asks for."""
-    everything = table.options(layer)
-    other = [o for o in everything if o.decomposition != "svd" and o.decomposition in decompositions]
-    missing = set(decompositions) - {o.decomposition for o in everything}
-    if missing and everything:
+    """The table's options for a layer, narrowed to those a method asks for.
+
+    A layer that the calibration data does not reach may have none.
+    """
+    missing = [d for d in decompositions if d not in table.decompositions]
+    if missing:
         raise RankwiseError(
-            f"the table has no {missing.pop()!r} for layer {layer.name!r}: build it with calibration data (data=)"
+            f"the table has no {missing[0]!r}: build it with decompositions={decompositions!r}"
+            f"{', and calibration data (data=)' if missing[0] == 'pca' else ''}"
         )
+    everything = table.options(layer)
     slices = [o for o in everything if o.decomposition == "svd"]
-    return [*_narrowed(slices, layer, folds, groups), *other] if "svd" in decompositions else other
+    found: list[Option] = []
+    for decomposition in decompositions:
+        own = [o for o in everything if o.decomposition == decomposition]
+        if decomposition == "svd":
+            own = _narrowed(slices, layer, folds, groups)
+        elif decomposition == "tucker2" and not has_taps(layer):
+            own = _narrowed(slices, layer, 0, 1)
+        elif decomposition == "messi":
+            ks = cluster_counts(groups, layer)
+            own = [o for o in own if o.groups in ks] if layer.groups == 1 else _narrowed(slices, layer, 0, groups)
+        found += [o for o in own if o not in found]
+    return found
 
 
 def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object) -> list[Option]:
@@ -188,7 +196,7 @@ def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object) 
 
         asked = {matrix(f): f for f in folds_for(folds, layer.dims)}  # type: ignore[arg-type]
         missing_folds = set(asked) - {matrix(o.fold) for o in everything}
-        if missing_folds:
+        if missing_folds and everything:
             fold = asked[missing_folds.pop()]
             raise RankwiseError(
                 f"the table has no spectra for the fold {fold} of {layer.name!r}: build it with that fold"

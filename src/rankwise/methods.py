@@ -5,31 +5,34 @@ A method is a value. Another ablation is another row in the registry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from rankwise import pca
+from rankwise import pca, response, tucker
 from rankwise.budget import Budget
 from rankwise.coverage import COMPRESSED, find_layers
+from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
+from rankwise.forward import side_of
 from rankwise.layer import Coverage
 from rankwise.plan import Plan
-from rankwise.probe import output_moments
+from rankwise.probe import each_input_moments, output_moments
+from rankwise.pruning import Filters, plan_filters
 from rankwise.search import Settings, find_plan
 from rankwise.surgery import apply_plan
-from rankwise.table import Progress, Table, build, module_weights
+from rankwise.table import Progress, Table, Weights, build, module_weights
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decide: what it is, and the settings it stands for."""
+    """A way to decide: what it is, and the settings it stands for; `Filters` for methods that remove filters."""
 
     name: str
     about: str
-    settings: Settings
+    settings: Settings | Filters
 
 
 def _register(*methods: Method) -> dict[str, Method]:
@@ -65,6 +68,26 @@ METHODS: dict[str, Method] = _register(
         "principal components of the outputs over calibration data, largest product of energies",
         replace(_ONE, error="output", search="product", decompositions=("pca",)),
     ),
+    Method(
+        "messi",
+        "clusters of channels (3) that lie near a common subspace, the same keep in every layer",
+        replace(_ALDS, groups=3, error="energy", search="constant", decompositions=("messi",)),
+    ),
+    Method(
+        "tucker2",
+        "both channel modes at once, least total energy; without a budget as many directions as are signal",
+        replace(_ONE, error="energy", search="sum", decompositions=("tucker2",)),
+    ),
+    Method(
+        "ft",
+        "removes the filters with the smallest ℓ1 norm, the same share everywhere",
+        Filters(score="norm", search="constant"),
+    ),
+    Method(
+        "pfp",
+        "removes the channels with the smallest sensitivity over calibration data, shares by its error guarantee",
+        Filters(score="sensitivity", search="sampling"),
+    ),
     Method("auto", "the best we know without data: least total energy, all folds and slices", Settings()),
 )
 
@@ -75,13 +98,31 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-def settings_for(method: str, **changes: Any) -> Settings:
+def settings_for(method: str, **changes: Any) -> Settings | Filters:
     """A method's settings with some of them replaced; None leaves one as it is."""
-    known = set(Settings.__dataclass_fields__)
-    unknown = sorted(set(changes) - known)
+    settings, given = get_method(method).settings, {k: v for k, v in changes.items() if v is not None}
+    known = set(type(settings).__dataclass_fields__)
+    unknown = sorted(set(given) - known)
+    if unknown and isinstance(settings, Filters) and unknown[0] in Settings.__dataclass_fields__:
+        raise RankwiseError(
+            f"the method {method!r} removes filters and decomposes nothing, so {unknown[0]}= means nothing to it: "
+            f"leave it out, or use another method"
+        )
     if unknown:
         raise RankwiseError(f"unknown setting {unknown[0]!r}: the settings are {', '.join(sorted(known))}")
-    return replace(get_method(method).settings, **{k: v for k, v in changes.items() if v is not None})
+    return replace(settings, **given)
+
+
+def needs_data(settings: Settings | Filters) -> bool:
+    """Whether a method looks at activations."""
+    if isinstance(settings, Filters):
+        return settings.needs_data
+    return "pca" in settings.decompositions or settings.error == "output"
+
+
+def needs_budget(settings: Settings | Filters) -> bool:
+    """Only tucker2 on its own can do without one."""
+    return isinstance(settings, Filters) or settings.decompositions != ("tucker2",)
 
 
 def build_table(
@@ -92,28 +133,49 @@ def build_table(
     exclude: Iterable[str] | str = (),
     progress: Progress | None = None,
     data: Any = None,
+    decompositions: Iterable[str] | None = None,
+    error: str = "energy",
+    **changes: Any,
 ) -> Table:
-    """The spectra of every layer of a model; `example` is needed for budgets in macs.
+    """What every option of every layer costs and loses; `example` is needed for budgets in macs.
 
-    With calibration `data` (any iterable of inputs) the decomposition `pca` is offered too.
+    `decompositions` are svd, and with calibration `data` (any iterable of inputs, or a specification) pca, unless
+    others are named. With error="output" all of them are measured on the data, too. `changes` are other settings:
+    clustering=, seed=, starts=.
     """
     coverage = find_layers(model, example, exclude)
-    settings = Settings(folds=folds, groups=groups, decompositions=("svd",) if data is None else ("svd", "pca"))
-    return table_for(model, coverage, settings, data, progress)
+    if decompositions is None:
+        decompositions = ("svd",) if data is None else ("svd", "pca")
+    others = settings_for("auto", **changes)
+    assert isinstance(others, Settings), "auto decomposes"
+    settings = replace(others, folds=folds, groups=groups, decompositions=tuple(decompositions), error=error)
+    return table_for(model, coverage, settings, calibration(data, example), progress)
 
 
 def table_for(
     model: nn.Module, coverage: Coverage, settings: Settings, data: Any = None, progress: Progress | None = None
 ) -> Table:
     """What the settings need: spectra of the weights, and components of the outputs over the data."""
-    needs_data = [decomposition for decomposition in settings.decompositions if decomposition != "svd"]
-    if needs_data and data is None:
+    if data is None and needs_data(settings):
+        what = "pca" if "pca" in settings.decompositions else "output"
         raise RankwiseError(
-            f"{needs_data[0]!r} looks at what flows through the layers, and no calibration data was given: "
+            f"{what!r} looks at what flows through the layers, and no calibration data was given: "
             f"pass data= (on the command line: --data)"
         )
+    if isinstance(data, Iterator) and settings.error == "output":
+        data = list(data)  # read more than once
     weights = module_weights(model, coverage)
-    table = build(coverage, weights, settings.folds, settings.groups, progress, settings.decompositions)
+    table = build(
+        coverage,
+        weights,
+        settings.folds,
+        settings.groups,
+        progress,
+        settings.decompositions,
+        settings.clustering or "projective",
+        settings.seed,
+        settings.starts,
+    )
     if "pca" in settings.decompositions:
         table.moments = output_moments(model, data, coverage.layers)
         for layer in coverage.layers:
@@ -121,12 +183,63 @@ def table_for(
             if seen.count:  # a layer that the data does not reach has no components: it stays as it is
                 curves = pca.curves(weights[layer.name], layer, seen.covariance[0])
                 table.given[layer.name, pca.option(layer)] = curves
+    if settings.error == "output" and set(settings.decompositions) - {"pca"}:
+        _measure_outputs_(table, model, weights, data)
     return table
 
 
-def allocate(table: Table, budget: Budget, method: str = "auto", model: str = "", **changes: Any) -> Plan:
+def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: Any) -> None:
+    """Add the measure `output` to every option that comes from the weights; a layer at a time leaves memory again."""
+    overlapping = [layer for layer in table.coverage.layers if layer.transposed]
+    outputs = output_moments(model, data, overlapping) if overlapping else {}
+    for layer, seen in each_input_moments(model, data, table.coverage.layers):
+        family = (layer.name, tucker.family(layer))
+        mine = [key for key in table.spectra if key[0] == layer.name]
+        if not seen.count:  # the data does not reach it, so nobody knows what it would lose
+            for key in mine:
+                del table.spectra[key]
+            table.given.pop(family, None)
+            continue
+        weight = weights[layer.name]
+        whole = response.variance(weight, layer, seen, outputs.get(layer.name))
+        for key in mine:
+            table.given[key] = {"output": response.slice_curve(weight, layer, key[1], seen, whole)}
+        if family in table.given:
+            table.given[family]["output"] = response.tucker_curves(weight, layer, seen, whole)
+
+
+def calibration(data: Any, example: Any = None, count: int = 256) -> Any:
+    """Calibration data as it comes, or for a specification such as "digits" evenly spaced training images."""
+    return load_data(data, "calibration", size=side_of(example)).thin(count) if isinstance(data, str) else data
+
+
+def allocate(table: Table, budget: Budget | None, method: str = "auto", model: str = "", **changes: Any) -> Plan:
     """One choice for each layer. `changes` replace settings of the method: error=, search=, groups=, seed= …"""
-    return find_plan(table, budget, settings_for(method, **changes), method, model)
+    settings = settings_for(method, **changes)
+    if isinstance(settings, Filters):
+        raise RankwiseError(
+            f"a table holds spectra and no graph of the network, which {method!r} needs: use rankwise.compress"
+        )
+    return find_plan(table, budget, settings, method, model)
+
+
+def find(
+    model: nn.Module,
+    example: Any,
+    coverage: Coverage,
+    settings: Settings | Filters,
+    budget: Budget | None,
+    method: str,
+    title: str,
+    data: Any = None,
+    progress: Progress | None = None,
+) -> tuple[Plan, Mapping[str, Any] | None]:
+    """The plan of any method, and the moments of outputs that applying it needs, if any."""
+    if isinstance(settings, Filters):
+        assert budget is not None, "needs_budget has asked for one"
+        return plan_filters(model, example, coverage, settings, budget, method, title, data), None
+    table = table_for(model, coverage, settings, data, progress)
+    return find_plan(table, budget, settings, method, title), table.moments
 
 
 def compress(
@@ -143,16 +256,17 @@ def compress(
     """The whole job: a smaller copy of the model, and the plan it follows.
 
     `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input. `data`, any iterable of inputs without labels, is for
-    methods that look at activations.
+    multiply-adds, which needs an example input; only tucker2 can do without either. `data`, any iterable of
+    inputs without labels or a specification such as "digits", is for methods that look at activations.
     """
     settings = settings_for(method, **changes)
-    budget = Budget(params=keep, macs=macs)
+    asked = keep is not None or macs is not None or needs_budget(settings)
+    budget = Budget(params=keep, macs=macs) if asked else None
     coverage = find_layers(model, example, exclude)
     if any(s.reason == COMPRESSED for s in coverage.skipped):
         raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
-    if not coverage.layers:
+    if not coverage.layers and not isinstance(settings, Filters):
         raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
-    table = table_for(model, coverage, settings, data, progress)
-    plan = find_plan(table, budget, settings, method, type(model).__name__)
-    return apply_plan(model, plan, table.moments), plan
+    source = calibration(data, example)
+    plan, moments = find(model, example, coverage, settings, budget, method, type(model).__name__, source, progress)
+    return apply_plan(model, plan, moments), plan

@@ -1,28 +1,16 @@
-"""Modules: from a torch module to a `Layer`, and from a decision to a pair of plain modules.
-
-A decomposed layer is an `nn.Sequential` of an `encoder` and a `decoder` (and a `pad` in front when the
-last slice is narrower). Both are plain torch modules; a grouped linear layer is the one thing torch has
-no module for. The pair carries `rankwise`, a dict of plain values that says what it was made from, so
-that it is not decomposed again and can be turned back.
-"""
+"""Modules: from a torch module to a `Layer` and back, and the parts that factors are made of."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from rankwise import pca
-from rankwise.cost import Option, slice_width
-from rankwise.decompose import compose, factors, pair_weights
 from rankwise.errors import need
-from rankwise.fold import kernel_sides
-from rankwise.layer import LINEAR_KINDS, Layer, canonical, stored
+from rankwise.layer import Layer
 
 CONVS: dict[str, type[nn.Module]] = {
     cls.__name__: cls
@@ -62,7 +50,29 @@ class GroupedLinear(nn.Module):
         return f"groups={self.groups}, in_features={self.in_features}, out_features={self.out_features}"
 
 
-def _new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+class Branches(nn.Module):
+    """Layers side by side, each on its own channels, their outputs joined: grouped, with groups of any size.
+
+    `order` lists the channels of the first branch, then those of the second, and so on.
+    """
+
+    order: Tensor
+
+    def __init__(self, order: Tensor, sizes: tuple[int, ...], branches: list[nn.Module], dims: int) -> None:
+        super().__init__()
+        self.register_buffer("order", order)
+        self.sizes, self.axis = list(sizes), -1 - dims
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slices = torch.split(x.index_select(self.axis, self.order), self.sizes, dim=self.axis)
+        return torch.cat([branch(s) for branch, s in zip(self.branches, slices, strict=True)], dim=self.axis)
+
+    def extra_repr(self) -> str:
+        return f"sizes={self.sizes}"
+
+
+def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     """A module without initialised weights: building a pair must not draw from anybody's random state."""
     return skip_init(cls, *args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -111,7 +121,7 @@ def mark_of(module: nn.Module) -> dict[str, Any] | None:
     return mark if isinstance(module, nn.Sequential) and isinstance(mark, dict) else None
 
 
-def _part(layer: Layer, axes: tuple[int, ...], channels: tuple[int, int], groups: int, **rest: Any) -> nn.Module:
+def part(layer: Layer, axes: tuple[int, ...], channels: tuple[int, int], groups: int, **rest: Any) -> nn.Module:
     """A convolution of the layer's kind that acts along `axes` only and is pointwise along the others."""
 
     def along(values: tuple[int, ...], idle: int) -> tuple[int, ...]:
@@ -134,122 +144,18 @@ def _part(layer: Layer, axes: tuple[int, ...], channels: tuple[int, int], groups
     kind = f"Conv{layer.dims}d" if pointwise else layer.kind
     if kind.startswith("ConvTranspose"):
         args["output_padding"] = shift
-    return _new(CONVS[kind], *channels, **args, **rest)
+    return new(CONVS[kind], *channels, **args, **rest)
 
 
-def build_pair(layer: Layer, option: Option, rank: int, like: nn.Module) -> nn.Sequential:
-    """The pair for a decision, with uninitialised weights in the dtype, device and state of `like`."""
-    left, right = kernel_sides(option.fold)
-    width = slice_width(layer.group_channels, option.groups)
-    slices = layer.groups * option.groups
-    wide, middle = slices * width, slices * rank
-    bias = layer.bias or option.decomposition == "pca"  # principal components need one for the mean
-    old: Any = like
-    where = {"device": old.weight.device, "dtype": old.weight.dtype}
-    parts: OrderedDict[str, nn.Module] = OrderedDict()
-    if wide > layer.channels:
-        # The last slice is narrower: zeros behind the last channel make it one grouped layer all the same.
-        parts["pad"] = nn.ConstantPad3d([0, 0] * layer.dims + [0, wide - layer.channels], 0.0)  # type: ignore[arg-type]
-    if layer.kind in LINEAR_KINDS:
-        if slices > 1:
-            parts["encoder"] = _new(GroupedLinear, slices, wide, middle, **where)
-        else:
-            parts["encoder"] = _new(nn.Linear, wide, middle, bias=False, **where)
-        parts["decoder"] = _new(nn.Linear, middle, layer.filters, bias=bias, **where)
-    else:
-        parts["encoder"] = _part(layer, right, (wide, middle), slices, bias=False, **where)
-        parts["decoder"] = _part(layer, left, (middle, layer.filters), layer.groups, bias=bias, **where)
-    pair = nn.Sequential(parts)
-    pair.train(like.training)
-    _part_weight(pair, "encoder").requires_grad_(old.weight.requires_grad)
-    _part_weight(pair, "decoder").requires_grad_(old.weight.requires_grad)
-    if bias:
-        _bias(pair.decoder).requires_grad_((old.bias if layer.bias else old.weight).requires_grad)
-    plain = {k: v for k, v in asdict(layer).items() if k not in ("name", "calls", "aliases")}
-    setattr(
-        pair,
-        MARK,
-        {**plain, "fold": option.fold, "slices": option.groups, "decomposition": option.decomposition, "rank": rank},
-    )
-    return pair
-
-
-def _part_weight(pair: nn.Sequential, part: str) -> Tensor:
-    weight = getattr(pair, part).weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-def _bias(module: Any) -> Tensor:
-    bias = module.bias
-    assert isinstance(bias, Tensor)
-    return bias
-
-
-def _sublayers(layer: Layer, option: Option, rank: int, pair: nn.Sequential) -> tuple[Layer, Layer]:
-    """Encoder and decoder as layers of their own: it is what `canonical` and `stored` need."""
-    slices = layer.groups * option.groups
-    wide = slices * slice_width(layer.group_channels, option.groups)
-    kinds = [type(getattr(pair, part)).__name__ for part in ("encoder", "decoder")]
-    first = replace(layer, kind=kinds[0], channels=wide, filters=slices * rank, groups=slices)
-    second = replace(layer, kind=kinds[1], channels=slices * rank)
-    return first, second
-
-
-def fill_pair_(
-    pair: nn.Sequential, layer: Layer, option: Option, rank: int, old: Any, moments: Any | None = None
-) -> None:
-    """Write the factors of the old module's weight, and its bias, into the pair.
-
-    `moments` has the mean (1, f) and covariance (1, f, f) of the layer's outputs, for the decomposition `pca`.
-    """
-    bias = old.bias
-    if option.decomposition == "pca":
-        assert moments is not None, "surgery has refused a pca choice without moments"
-        left, right, bias = pca.factors(old.weight, bias, layer, moments.mean[0], moments.covariance[0], rank)
-    else:
-        left, right = factors(old.weight, layer, option, rank)
-    encoder, decoder = pair_weights(left, right, layer, option)
-    first, second = _sublayers(layer, option, rank, pair)
-    with torch.no_grad():
-        if isinstance(pair.encoder, GroupedLinear):
-            pair.encoder.weight.copy_(encoder)
-        else:
-            _part_weight(pair, "encoder").copy_(stored(encoder, first))
-        _part_weight(pair, "decoder").copy_(stored(decoder, second))
-        if bias is not None:
-            _bias(pair.decoder).copy_(bias)
-
-
-def merge_pair(pair: nn.Sequential) -> nn.Module:
-    """The single module that a pair stands for: original kind, shape, dtype and state."""
-    mark = dict(mark_of(pair) or {})
-    option, rank = Option(mark.pop("fold"), mark.pop("slices"), mark.pop("decomposition")), mark.pop("rank")
-    layer = replace(Layer(name="", **mark), bias=getattr(pair.decoder, "bias", None) is not None)
-    encoder, decoder = _part_weight(pair, "encoder"), _part_weight(pair, "decoder")
-    first, second = _sublayers(layer, option, rank, pair)
-    first_weight = encoder if isinstance(pair.encoder, GroupedLinear) else canonical(encoder, first)
-    e, d = (t.detach().to("cpu", torch.float64) for t in (first_weight, canonical(decoder, second)))
-    weight = compose(e, d, layer, option)
-    dense = _dense(layer, {"device": encoder.device, "dtype": encoder.dtype})
-    dense.train(pair.training)
-    with torch.no_grad():
-        dense.weight.copy_(weight)
-        dense.weight.requires_grad_(encoder.requires_grad or decoder.requires_grad)
-        if layer.bias:
-            dense.bias.copy_(_bias(pair.decoder))
-            dense.bias.requires_grad_(_bias(pair.decoder).requires_grad)
-    return dense  # type: ignore[no-any-return]
-
-
-def _dense(layer: Layer, where: dict[str, Any]) -> Any:
+def dense_module(layer: Layer, where: dict[str, Any]) -> Any:
+    """The module that `describe` would describe as this layer, with uninitialised weights."""
     if layer.kind == "Conv1D":
         cls = need("transformers.pytorch_utils", extra="hf", purpose="a Hugging Face Conv1D layer").Conv1D
         with torch.device("meta"):  # it has no device argument, and must not draw random numbers either
             dense = cls(layer.filters, layer.channels).to(dtype=where["dtype"])
         return dense.to_empty(device=where["device"])
     if layer.kind == "Linear":
-        return _new(nn.Linear, layer.channels, layer.filters, bias=layer.bias, **where)
+        return new(nn.Linear, layer.channels, layer.filters, bias=layer.bias, **where)
     args: dict[str, Any] = {
         "kernel_size": layer.kernel,
         "stride": layer.stride,
@@ -261,4 +167,4 @@ def _dense(layer: Layer, where: dict[str, Any]) -> Any:
     }
     if layer.transposed:
         args["output_padding"] = layer.output_padding
-    return _new(CONVS[layer.kind], layer.channels, layer.filters, **args, **where)
+    return new(CONVS[layer.kind], layer.channels, layer.filters, **args, **where)

@@ -9,9 +9,8 @@ from typing import Any
 
 from rankwise import jsonio
 from rankwise.budget import Budget
-from rankwise.cost import DECOMPOSITIONS, Cost, Option, full_rank, real_groups
+from rankwise.cost import Cost, Option, check_option, full_rank
 from rankwise.errors import RankwiseError
-from rankwise.fold import all_folds
 from rankwise.layer import Layer, Skipped
 from rankwise.measure import ALL_MEASURES
 
@@ -32,10 +31,12 @@ class Choice:
     before: Cost
     after: Cost
     decomposition: str = "svd"
+    outer: int = 0
+    clusters: tuple[tuple[int, ...], ...] = ()
 
     @property
     def option(self) -> Option:
-        return Option(self.fold, self.groups, self.decomposition)
+        return Option(self.fold, self.groups, self.decomposition, self.outer, self.clusters)
 
     def check(self, layer: Layer) -> None:
         """Refuse a decision that does not fit the layer it names."""
@@ -45,33 +46,53 @@ class Choice:
                 f"{self.shape}, and the model as {layer.kind!r} with weight {layer.shape}"
             )
         where = f"layer {self.name!r} of the plan"
-        if self.decomposition not in DECOMPOSITIONS:
-            raise RankwiseError(
-                f"{where} has the unknown decomposition {self.decomposition!r}: known are {', '.join(DECOMPOSITIONS)}"
-            )
-        folds = all_folds(layer.dims)
-        if self.fold not in folds:
-            raise RankwiseError(f"{where} has the unknown fold {self.fold!r}: possible are {', '.join(folds)}")
-        if self.decomposition == "pca" and (self.fold, self.groups) != (folds[0], 1):
-            raise RankwiseError(
-                f"{where} has the decomposition 'pca' with {self.fold}, {self.groups}: it takes {folds[0]}, 1"
-            )
-        channels = layer.group_channels
-        if not 1 <= self.groups <= channels or real_groups(channels, self.groups) != self.groups:
-            raise RankwiseError(f"{where} cuts {channels} channels into {self.groups} slices, which cannot be done")
-        if layer.groups > 1 and channels % self.groups:
-            raise RankwiseError(
-                f"{where} cuts {channels} channels of a grouped convolution into {self.groups} unequal slices: "
-                f"only divisors of {channels} can be built"
-            )
+        check_option(layer, self.option, where)
         most = full_rank(layer, self.option)
         if not 1 <= self.rank <= most:
             raise RankwiseError(f"{where} has rank {self.rank}: possible are 1 to {most}")
 
 
 @dataclass(frozen=True)
+class Pruned:
+    """The decision for a module that gets narrower: the outputs and inputs that it keeps, None for all of them.
+
+    `shape` is that of its weight before. Costs count the bias too, which gets shorter with the outputs.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    filters: tuple[int, ...] | None
+    channels: tuple[int, ...] | None
+    before: Cost
+    after: Cost
+
+    @property
+    def wide(self) -> tuple[int, int]:
+        """Outputs and inputs before; modules with every channel on its own have as many of both."""
+        if len(self.shape) == 1 or (self.filters is not None and self.filters == self.channels and self.shape[1] == 1):
+            return self.shape[0], self.shape[0]
+        turned = self.kind == "Conv1D" or self.kind.startswith("ConvTranspose")
+        return (self.shape[1], self.shape[0]) if turned else (self.shape[0], self.shape[1])
+
+    def check(self, outputs: int, inputs: int) -> None:
+        """Refuse indices that a module with so many outputs and inputs does not have."""
+        for what, kept, wide in (("filters", self.filters, outputs), ("channels", self.channels, inputs)):
+            if kept is None:
+                continue
+            where = f"layer {self.name!r} of the plan"
+            if not kept:
+                raise RankwiseError(f"{where} keeps none of its {wide} {what}: at least one must stay")
+            if list(kept) != sorted(set(kept)):
+                raise RankwiseError(f"{where} lists the {what} it keeps out of order or more than once: sort them")
+            if kept[0] < 0 or kept[-1] >= wide:
+                bad = kept[0] if kept[0] < 0 else kept[-1]
+                raise RankwiseError(f"{where} keeps number {bad} of its {what}: possible are 0 to {wide - 1}")
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What becomes of every layer: a `Choice`, or `Skipped` with the reason.
+    """What becomes of every layer: a `Choice`, `Pruned`, or `Skipped` with the reason.
 
     `settings` says how the plan was found (measure, search, seed), `search` what the search knows about
     its own result (objective value, optimality gap, trace). Neither is needed to replay the plan.
@@ -82,13 +103,17 @@ class Plan:
     budget: Budget
     before: Cost
     after: Cost
-    layers: tuple[Choice | Skipped, ...]
+    layers: tuple[Choice | Pruned | Skipped, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         return tuple(entry for entry in self.layers if isinstance(entry, Choice))
+
+    @property
+    def pruned(self) -> tuple[Pruned, ...]:
+        return tuple(entry for entry in self.layers if isinstance(entry, Pruned))
 
     @property
     def kept(self) -> tuple[Skipped, ...]:
@@ -103,6 +128,10 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         body = {k: v for k, v in asdict(self).items() if k != "budget"}
+        for entry in body["layers"]:
+            for key in ("outer", "clusters"):  # only where there are any: most plans have none
+                if not entry.get(key, True):
+                    del entry[key]
         return {"format": FORMAT, **body, "budget": self.budget.to_json()}
 
     def dumps(self) -> str:
@@ -147,7 +176,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
     )
 
 
-def _read_entry(data: Any, where: str) -> Choice | Skipped:
+def _read_entry(data: Any, where: str) -> Choice | Pruned | Skipped:
     data = jsonio.typed(data, dict, f"every entry of 'layers' of {where}")
     name = jsonio.field(data, "name", str, f"a layer of {where}")
     where = f"layer {name!r} of {where}"
@@ -156,6 +185,8 @@ def _read_entry(data: Any, where: str) -> Choice | Skipped:
         jsonio.strict(data, Skipped.__dataclass_fields__, where)
         params = jsonio.field(data, "params", int, where)
         return Skipped(name, kind, params, jsonio.field(data, "reason", str, where))
+    if "filters" in data or "channels" in data:
+        return _read_pruned(data, name, kind, where)
     jsonio.strict(data, Choice.__dataclass_fields__, where)
     error = jsonio.field(data, "error", dict, where)
     jsonio.strict(error, ALL_MEASURES, f"'error' of {where}")
@@ -170,6 +201,30 @@ def _read_entry(data: Any, where: str) -> Choice | Skipped:
         before=_read_cost(data, "before", where),
         after=_read_cost(data, "after", where),
         decomposition=jsonio.typed(data.get("decomposition", "svd"), str, f"'decomposition' of {where}"),
+        outer=jsonio.typed(data.get("outer", 0), int, f"'outer' of {where}"),
+        clusters=tuple(
+            jsonio.whole_numbers(jsonio.typed(c, list, f"a cluster of {where}"), f"a cluster of {where}")
+            for c in jsonio.typed(data.get("clusters", []), list, f"'clusters' of {where}")
+        ),
+    )
+
+
+def _read_pruned(data: dict[str, Any], name: str, kind: str, where: str) -> Pruned:
+    jsonio.strict(data, Pruned.__dataclass_fields__, where)
+    kept: dict[str, tuple[int, ...] | None] = {}
+    for side in ("filters", "channels"):
+        if side not in data:
+            raise RankwiseError(f"{where} has no {side!r}")
+        value = data[side]
+        kept[side] = None if value is None else jsonio.whole_numbers(value, f"{side!r} of {where}")
+    return Pruned(
+        name=name,
+        kind=kind,
+        shape=jsonio.whole_numbers(jsonio.field(data, "shape", list, where), f"'shape' of {where}"),
+        filters=kept["filters"],
+        channels=kept["channels"],
+        before=_read_cost(data, "before", where),
+        after=_read_cost(data, "after", where),
     )
 
 

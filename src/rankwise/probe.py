@@ -7,7 +7,6 @@ large offset cost no digits. Labels are never needed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,49 +16,14 @@ from torch.nn import functional as F
 from rankwise.errors import RankwiseError
 from rankwise.forward import run_example, undisturbed
 from rankwise.layer import Layer
-
-
-@dataclass
-class Moments:
-    """Count, mean (G, d) and scatter Σ (x − μ)(x − μ)ᵀ (G, d, d) of what was seen, for each of G groups."""
-
-    count: int = 0
-    mean: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
-    scatter: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0, dtype=torch.float64))
-
-    def add(self, samples: Tensor) -> None:
-        """Merge samples (G, n, d): the exact update for two sets with different means."""
-        groups, n, d = samples.shape
-        if not n:
-            return
-        samples = samples.to("cpu", torch.float64)
-        mean = samples.mean(dim=1)
-        centred = samples - mean[:, None]
-        scatter = centred.transpose(1, 2) @ centred
-        if not self.count:
-            self.mean, self.scatter = torch.zeros(groups, d, dtype=torch.float64), torch.zeros_like(scatter)
-        shift = mean - self.mean
-        total = self.count + n
-        self.scatter += scatter + shift[:, :, None] * shift[:, None, :] * (self.count * n / total)
-        self.mean = self.mean + shift * (n / total)
-        self.count = total
-
-    @property
-    def covariance(self) -> Tensor:
-        """(G, d, d), positive semi-definite: divided by the count, so that a single sample is fine too."""
-        return self.scatter / max(1, self.count)
-
-    @property
-    def second_moment(self) -> Tensor:
-        """E[x xᵀ], (G, d, d): what the error of a layer without a mean correction is measured with."""
-        return self.covariance + self.mean[:, :, None] * self.mean[:, None, :]
+from rankwise.moments import Moments
 
 
 def output_moments(
     model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
 ) -> dict[str, Moments]:
     """Moments of every layer's outputs before what follows, G = 1 and d = filters: one sample for each position."""
-    return _collect(model, data, list(layers), _outputs, lambda la: la.filters**2, max_gb)
+    return {la.name: seen for la, seen in _collect(model, data, layers, _outputs, lambda la: la.filters**2, max_gb)}
 
 
 def input_moments(
@@ -69,7 +33,14 @@ def input_moments(
 
     A transposed convolution sees single positions: d = c/G, since each input position meets all taps.
     """
-    return _collect(model, data, list(layers), _inputs, lambda la: la.groups * _patch(la) ** 2, max_gb)
+    return {layer.name: seen for layer, seen in each_input_moments(model, data, layers, max_gb)}
+
+
+def each_input_moments(
+    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
+) -> Iterator[tuple[Layer, Moments]]:
+    """`input_moments` one by one: whoever does not keep them needs memory for one pass only."""
+    return _collect(model, data, layers, patches, lambda la: la.groups * _patch(la) ** 2, max_gb)
 
 
 def _patch(layer: Layer) -> int:
@@ -81,13 +52,12 @@ def _outputs(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
     return _positions(output, layer.dims)[None]
 
 
-def _inputs(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
+def patches(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
+    """What a layer multiplies with its weights: (G, samples, c/G · Πκ), the taps of a channel side by side."""
     if layer.dims == 0 or layer.transposed:
         samples = _positions(given, layer.dims)
         return torch.unflatten(samples, 1, (layer.groups, -1)).transpose(0, 1)
-    batch = given if given.ndim == layer.dims + 2 else given[None]
-    for axis, (before, after) in enumerate(_margins(layer)):
-        batch = _pad(batch, layer.dims, axis, before, after, layer.padding_mode)
+    batch = padded(layer, given if given.ndim == layer.dims + 2 else given[None])
     for axis in range(layer.dims):  # (n, c, *positions, *taps), one axis at a time
         reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
         batch = batch.unfold(2 + axis, reach, layer.stride[axis])[..., :: layer.dilation[axis]]
@@ -96,6 +66,13 @@ def _inputs(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
     spots = [3 + a for a in range(layer.dims)]
     taps = [3 + layer.dims + a for a in range(layer.dims)]
     return batch.permute(1, 0, *spots, 2, *taps).reshape(layer.groups, -1, _patch(layer))
+
+
+def padded(layer: Layer, batch: Tensor) -> Tensor:
+    """A batch as the taps of a convolution see it, margins included."""
+    for axis, (before, after) in enumerate(_margins(layer)):
+        batch = _pad(batch, layer.dims, axis, before, after, layer.padding_mode)
+    return batch
 
 
 def _margins(layer: Layer) -> list[tuple[int, int]]:
@@ -125,19 +102,19 @@ def _positions(activation: Tensor, dims: int) -> Tensor:
 
 
 def _collect(
-    model: nn.Module, data: Iterable[Any], layers: list[Layer], samples: Any, size: Any, max_gb: float
-) -> dict[str, Moments]:
+    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], samples: Any, size: Any, max_gb: float
+) -> Iterator[tuple[Layer, Moments]]:
     """Run the data once for each pass; a pass takes as many layers as their covariances fit into memory."""
-    passes = _passes(layers, size, max_gb)
-    if len(passes) > 1 and iter(data) is data:
+    passes = _passes(list(layers), size, max_gb)
+    if len(passes) > 1 and isinstance(data, Iterator):
         raise RankwiseError(
             f"the covariances need {len(passes)} passes over the calibration data, and a generator can be read once: "
             f"give a list, or raise max_gb={max_gb:g}"
         )
-    found: dict[str, Moments] = {}
     for group in passes:
-        found.update(_one_pass(model, data, group, samples))
-    return found
+        found = _one_pass(model, data, group, samples)
+        for layer in group:
+            yield layer, found.pop(layer.name)
 
 
 def _passes(layers: list[Layer], size: Any, max_gb: float) -> list[list[Layer]]:
@@ -167,11 +144,7 @@ def _one_pass(model: nn.Module, data: Iterable[Any], layers: list[Layer], sample
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             given = args[0] if args else next(iter(kwargs.values()))
             seen = samples(layer, given.detach(), output.detach())
-            if not bool(torch.isfinite(seen).all()):
-                raise RankwiseError(
-                    f"calibration batch {batch_number} gives NaN or infinite values at layer {layer.name!r}: "
-                    f"check the data and its normalisation"
-                )
+            check_finite(seen, batch_number, layer.name)
             moments[layer.name].add(seen)
 
         return model.get_submodule(layer.name).register_forward_hook(hook, with_kwargs=True)
@@ -185,9 +158,21 @@ def _one_pass(model: nn.Module, data: Iterable[Any], layers: list[Layer], sample
     finally:
         for handle in handles:
             handle.remove()
-    if not batch_number:
-        raise RankwiseError("the calibration data is empty: give at least one batch of inputs")
+    check_some(batch_number)
     return moments
+
+
+def check_finite(seen: Tensor, batch_number: int, name: str) -> None:
+    if not bool(torch.isfinite(seen).all()):
+        raise RankwiseError(
+            f"calibration batch {batch_number} gives NaN or infinite values at layer {name!r}: "
+            f"check the data and its normalisation"
+        )
+
+
+def check_some(batches_seen: int) -> None:
+    if not batches_seen:
+        raise RankwiseError("the calibration data is empty: give at least one batch of inputs")
 
 
 def batches(data: Any) -> Iterator[Any]:

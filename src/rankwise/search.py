@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from rankwise.allocate import Solution, alternate, constant, minimax
 from rankwise.budget import Budget
-from rankwise.cost import DECOMPOSITIONS, Cost, fixed_cost, unit_cost
+from rankwise.clusters import check_clustering
+from rankwise.cost import DECOMPOSITIONS, Cost, cost_at
 from rankwise.errors import RankwiseError
 from rankwise.knapsack import least_sum, penalty, product
 from rankwise.layer import Layer, Skipped
@@ -18,6 +19,7 @@ from rankwise.measure import check_measure
 from rankwise.menu import Menu, Point, menus
 from rankwise.plan import Choice, Plan
 from rankwise.table import Table
+from rankwise.unbudgeted import signal_points
 
 SEARCHES = ("alternate", "minimax", "sum", "penalty", "product", "constant")
 
@@ -33,9 +35,12 @@ class Settings:
     seed: int = 0
     starts: int = 15
     decompositions: tuple[str, ...] = ("svd",)
+    clustering: str = ""  # for messi: the table's, and "projective" where none is built yet
 
     def __post_init__(self) -> None:
         check_measure(self.error)
+        if self.clustering:
+            check_clustering(self.clustering)
         if self.search not in SEARCHES:
             raise RankwiseError(f"unknown search {self.search!r}: the searches are {', '.join(SEARCHES)}")
         for name, least in (("seed", 0), ("starts", 1)):
@@ -53,12 +58,25 @@ class Settings:
             )
 
 
-def find_plan(table: Table, budget: Budget, settings: Settings, method: str, model: str = "") -> Plan:
-    """The plan that the search finds; never above the budget, and an error if nothing fits it."""
+def find_plan(table: Table, budget: Budget | None, settings: Settings, method: str, model: str = "") -> Plan:
+    """The plan that the search finds; never above the budget, and an error if nothing fits it.
+
+    Only tucker2 can do without a budget (unbudgeted.py).
+    """
+    if budget is None and settings.decompositions == ("tucker2",):
+        points = signal_points(table, settings.error)
+        reached = Budget(params=_after(table, points).params)
+        return _make_plan(table, points, reached, settings, method, model, {"ranks": "vbmf"})
     if not isinstance(budget, Budget):
         raise RankwiseError(f"a Budget is needed, and {budget!r} was given: for instance Budget(params=0.4)")
     if settings.error == "exact" and table.weights is not None:
         table.check(table.weights)  # trained since, it would mix new weights with old spectra
+    if "messi" in settings.decompositions and settings.clustering not in ("", table.clustering):
+        raise RankwiseError(
+            f"the table's clusters are {table.clustering!r} and {settings.clustering!r} are asked for: build it with "
+            f"clustering={settings.clustering!r}, or ask for those it has"
+        )
+    settings = replace(settings, clustering=table.clustering)
     coverage = table.coverage
     limits = budget.limits(coverage)
     whole = {"params": coverage.params, "macs": coverage.macs or 0}
@@ -68,16 +86,32 @@ def find_plan(table: Table, budget: Budget, settings: Settings, method: str, mod
     solution = run_search(offered, room, settings)
     if solution is None:
         raise _cannot_be_met(offered, budget, limits, fixed, whole)
-    entries = [_entry(table, m, p, settings.error) for m, p in zip(offered, solution.points, strict=True)]
+    able = {m.layer.name for m in offered if m.offers}
+    return _make_plan(table, solution.points, budget, settings, method, model, _findings(solution), able)
+
+
+def _make_plan(
+    table: Table,
+    points: list[Point],
+    budget: Budget,
+    settings: Settings,
+    method: str,
+    model: str,
+    findings: dict[str, Any],
+    able: set[str] | None = None,
+) -> Plan:
+    """What becomes of every layer, written down; `able` are the layers that had something to choose."""
+    layers = table.coverage.layers
+    entries = [_entry(table, la, p, settings.error, able) for la, p in zip(layers, points, strict=True)]
     return Plan(
         model=model,
         method=method,
         budget=budget,
-        before=Cost(coverage.params, coverage.macs),
-        after=_after(table, solution),
-        layers=(*entries, *coverage.skipped),
+        before=Cost(table.coverage.params, table.coverage.macs),
+        after=_after(table, points),
+        layers=(*entries, *table.coverage.skipped),
         settings={k: _plain(v) for k, v in vars(settings).items()},
-        search=_findings(solution),
+        search=findings,
     )
 
 
@@ -111,14 +145,12 @@ def _findings(solution: Solution) -> dict[str, Any]:
 def _cost(layer: Layer, point: Point) -> Cost:
     if point.option is None:
         return Cost(layer.params, layer.macs)
-    unit, beside = unit_cost(layer, point.option), fixed_cost(layer, point.option)
-    macs = None if unit.macs is None else (beside.macs or 0) + unit.macs * point.rank
-    return Cost(beside.params + unit.params * point.rank, macs)
+    return cost_at(layer, point.option, point.rank)
 
 
-def _after(table: Table, solution: Solution) -> Cost:
+def _after(table: Table, points: list[Point]) -> Cost:
     params, macs = table.coverage.params, table.coverage.macs
-    for layer, point in zip(table.coverage.layers, solution.points, strict=True):
+    for layer, point in zip(table.coverage.layers, points, strict=True):
         cost = _cost(layer, point)
         params += cost.params - layer.params
         if macs is not None:
@@ -126,10 +158,10 @@ def _after(table: Table, solution: Solution) -> Cost:
     return Cost(params, macs)
 
 
-def _entry(table: Table, menu: Menu, point: Point, measure: str) -> Choice | Skipped:
-    layer = menu.layer
+def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str] | None) -> Choice | Skipped:
     if point.option is None:
-        reason = "the budget leaves it whole" if menu.offers else "no pair of factors is smaller than the layer"
+        chosen = able is not None and layer.name in able
+        reason = "the budget leaves it whole" if chosen else "no pair of factors is smaller than the layer"
         return Skipped(layer.name, layer.kind, layer.params, reason)
     error = {
         m: table.curve(layer, point.option, m)[point.rank] for m in (*table.measures(layer, point.option), measure)
@@ -142,6 +174,8 @@ def _entry(table: Table, menu: Menu, point: Point, measure: str) -> Choice | Ski
         groups=point.option.groups,
         rank=point.rank,
         decomposition=point.option.decomposition,
+        outer=point.option.outer,
+        clusters=point.option.clusters,
         error={m: float(e) for m, e in error.items()},
         before=Cost(layer.params, layer.macs),
         after=_cost(layer, point),

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 
 from rankwise.layer import Coverage
-from rankwise.plan import Choice, Plan
+from rankwise.plan import Plan
 from rankwise.table import Progress as Report
 
 
@@ -88,15 +88,15 @@ def coverage_json(coverage: Coverage) -> dict[str, Any]:
 
 def plan_grid(plan: Plan, measure: str) -> Grid:
     """One line for each layer that was up for decision."""
+    if plan.pruned:
+        return _pruned_grid(plan)
     grid = Grid(title=f"plan by {plan.method} for {plan.budget}", title_justify="left")
     grid.add_column("layer", overflow="fold")
     for name in ("weight", "fold"):
         grid.add_column(name)
     for name in ("groups", "rank", f"error ({measure})", "params", "keep", "macs", "keep"):
         grid.add_column(name, justify="right")
-    for entry in plan.layers:
-        if not isinstance(entry, Choice):
-            continue
+    for entry in plan.choices:
         before, after = entry.before, entry.after
         grid.add_row(
             entry.name,
@@ -111,6 +111,45 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
             percent(after.macs, before.macs),
         )
     return grid
+
+
+def _pruned_grid(plan: Plan) -> Grid:
+    """One line for each narrowed module: what is left of its filters and of its channels."""
+    grid = Grid(title=f"plan by {plan.method} for {plan.budget}", title_justify="left")
+    grid.add_column("layer", overflow="fold")
+    grid.add_column("weight")
+    for name in ("filters kept", "channels kept", "params", "keep", "macs", "keep"):
+        grid.add_column(name, justify="right")
+    for entry in plan.pruned:
+        before, after = entry.before, entry.after
+        outputs, inputs = entry.wide
+        grid.add_row(
+            entry.name,
+            "×".join(map(str, entry.shape)),
+            _of(entry.filters, outputs),
+            "" if len(entry.shape) == 1 else _of(entry.channels, inputs),
+            count(after.params),
+            percent(after.params, before.params),
+            count(after.macs) if before.macs else "",
+            percent(after.macs, before.macs),
+        )
+    return grid
+
+
+def _of(kept: tuple[int, ...] | None, wide: int) -> str:
+    return f"{wide if kept is None else len(kept)} of {wide}"
+
+
+def held_filters(plan: Plan) -> list[str]:
+    """Filters that must stay and why, as the search of a plan says; a plan that was edited may say anything."""
+    said = []
+    groups = plan.search.get("whole")
+    for group in groups if isinstance(groups, list) else ():
+        layers = group.get("layers") if isinstance(group, dict) else None
+        if isinstance(layers, list) and layers:
+            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+            said.append(f"{group.get('channels')} filters of {layers[0]}{more} ({group.get('reason')})")
+    return said
 
 
 def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:

@@ -12,7 +12,9 @@ from rankwise.coverage import find_layers
 from rankwise.decompose import check_finite
 from rankwise.errors import RankwiseError
 from rankwise.layer import Layer
-from rankwise.modules import build_pair, describe, fill_pair_, kind_of, mark_of, merge_pair
+from rankwise.modules import describe, kind_of, mark_of
+from rankwise.narrow import check_entry, narrow_, narrowed, widen_
+from rankwise.pairs import build_pair, fill_pair_, merge_pair
 from rankwise.plan import Choice, Plan
 
 Swap = dict[nn.Module, nn.Module]
@@ -47,8 +49,14 @@ def apply_plan_(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None 
 
 
 def replace_layers_(model: nn.Module, plan: Plan, fill: bool, moments: Mapping[str, Any] | None = None) -> None:
-    """Put the pairs of a plan into a model; without `fill` their weights are left for a file to set."""
+    """Put the pairs of a plan into a model and narrow what it prunes.
+
+    Without `fill` the weights of pairs are left for a file to set.
+    """
     layers = match_layers(model, plan)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for entry in plan.pruned:
+        check_entry(modules.get(entry.name), entry)
     if fill:
         for choice, _ in layers:
             if choice.decomposition == "pca" and choice.name not in (moments or {}):
@@ -65,6 +73,8 @@ def replace_layers_(model: nn.Module, plan: Plan, fill: bool, moments: Mapping[s
             fill_pair_(pair, layer, choice.option, choice.rank, old, (moments or {}).get(choice.name))
         swap[old] = pair
     swap_modules_(model, swap)
+    for entry in plan.pruned:
+        narrow_(modules[entry.name], entry)
 
 
 def match_layers(model: nn.Module, plan: Plan) -> list[tuple[Choice, Layer]]:
@@ -118,17 +128,23 @@ def swap_modules_(model: nn.Module, swap: Swap) -> None:
 
 
 def densify(model: nn.Module) -> nn.Module:
-    """A copy of the model with every pair multiplied out: the original shapes, the same outputs."""
+    """A copy of the model with every pair multiplied out and zeros where filters were removed.
+
+    It has the original shapes and the same outputs.
+    """
     dense = copy_model(model)
     densify_(dense)
     return dense
 
 
 def densify_(model: nn.Module) -> None:
-    """Multiply every pair out, in place."""
+    """Multiply every pair out and fill up what was narrowed with zeros, in place."""
     if mark_of(model) is not None:
         raise RankwiseError("the model is itself a compressed layer: densify the network that holds it")
     swap_modules_(model, _merged(model, merge_pair))
+    for module in model.modules():
+        if narrowed(module) is not None:
+            widen_(module)
 
 
 def _merged(model: nn.Module, merge: Callable[[nn.Sequential], nn.Module]) -> Swap:
