@@ -205,6 +205,16 @@ class TestIterate:
                 assert parts[0] == parts[1]
         assert [row["retrained"] for row in again] == [row["retrained"] for row in whole]
 
+    def test_filters_are_removed_round_by_round(self, trained: Path, tmp_path: Path) -> None:
+        pytest.importorskip("torch_pruning")
+        recipe = change(SHORT, {"epochs": 8, "retrain": 1})
+        rows = pipeline.iterate(str(trained), run(tmp_path / "i", recipe), Rounds(2, "ft"))
+        count = sum(p.numel() for p in networks.build("digits-cnn").parameters())
+        for i, row in enumerate(rows, start=1):
+            small = networks.build(str(tmp_path / "i" / f"round-{i}"))
+            assert sum(p.numel() for p in small.parameters()) == row["params"] <= 0.8**i * count
+            assert row["CR-P"] == pytest.approx(100 * (1 - row["params"] / count))
+
     def test_it_trains_first_where_there_are_no_weights(self, tmp_path: Path) -> None:
         rows = pipeline.iterate("digits-cnn", run(tmp_path / "i", change(SHORT, {"retrain": 1})), Rounds(1, "pca"))
         assert [row["kind"] for row in rows] == ["train", "retrain"]

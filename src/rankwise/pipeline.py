@@ -23,6 +23,7 @@ from torch import nn
 
 from rankwise import checkpoint, jsonio, lc, networks
 from rankwise import state as states
+from rankwise.coverage import find_layers
 from rankwise.engine import Engine, make_engine
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate
@@ -32,6 +33,7 @@ from rankwise.modules import mark_of
 from rankwise.plan import Plan
 from rankwise.recipes import Recipe
 from rankwise.results import provenance, write_row
+from rankwise.search import Settings
 from rankwise.spec import parse
 from rankwise.state import State
 from rankwise.surgery import copy_model, densify, replace_layers_
@@ -141,10 +143,10 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
     model = networks.build(spec)
     if weights is not None:
         networks.load_weights_(model, weights)
-    whole = sum(p.numel() for p in model.parameters())
+    whole = find_layers(model, torch.zeros(1, *material.shape))
     reference = evaluate(model, material.split(run.split), share=(engine.rank, engine.world)).to_json()
     if rounds.loop == "lc":
-        target = lc.Target(int(run.recipe.alpha**rounds.count * whole), rounds.method, rounds.exclude)
+        target = lc.Target(int(run.recipe.alpha**rounds.count * whole.params), rounds.method, rounds.exclude)
         rows.append(train(spec, replace(run, out=run.out / "lc"), weights, target))
         model = networks.build(str(run.out / "lc"))
     for i in range(rounds.count if rounds.loop == "lc" else 1, rounds.count + 1):
@@ -152,13 +154,24 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
         row = _claim(this, engine)
         if row is None:
             keep = run.recipe.alpha**i
-            small, plan = _compressed(model, name, int(keep * whole), rounds, this, engine, material)
-            about = {"round": i, "asked": keep, "reference": reference, "CR-P": 100 * (1 - plan.after.params / whole)}
+            small, plan = _compressed(model, name, int(keep * whole.params), rounds, this, engine, material)
+            about = {"round": i, "asked": keep, "reference": reference, **_cuts(plan, whole.params, whole.macs)}
             row = _retrain(small, plan, about, this, engine, material)
         rows.append(row)
         engine.wait()
         model = densify(checkpoint.load(this.out, model))
     return rows
+
+
+def _cuts(plan: Plan, params: int, macs: int | None) -> dict[str, Any]:
+    """What a plan leaves of a network that had so many parameters and multiply-adds."""
+    keep = plan.after.params / params
+    moves = plan.after.macs / macs if macs and plan.after.macs is not None else None
+    return {
+        "keep": {"params": keep, "macs": moves},
+        "CR-P": 100 * (1 - keep),
+        "CR-F": None if moves is None else 100 * (1 - moves),
+    }
 
 
 def _compressed(
@@ -173,7 +186,8 @@ def _compressed(
         else:
             example = torch.zeros(1, *material.shape)
             images = material.split("calibration").thin(rounds.calibrate)
-            settings: dict[str, Any] = {"starts": run.recipe.starts, "seed": run.seed}
+            searched = isinstance(get_method(rounds.method).settings, Settings)
+            settings: dict[str, Any] = {"starts": run.recipe.starts, "seed": run.seed} if searched else {}
             small, plan = compress(
                 model, example, rounds.method, keep=params, exclude=rounds.exclude, data=images, **settings
             )
@@ -193,14 +207,11 @@ def _retrain(
     state = _work(small, plan, job, what, run, engine, material)
     if engine.writes:
         checkpoint.save(small, plan, run.out)
-    macs = plan.keep("macs") if plan.before.macs else None
     facts = {
         "method": plan.method,
         "asked": plan.budget.params or plan.budget.macs,
         "budget": plan.budget.to_json(),
-        "keep": {"params": plan.keep("params"), "macs": macs},
-        "CR-P": 100 * (1 - plan.keep("params")),
-        "CR-F": None if macs is None else 100 * (1 - macs),
+        **_cuts(plan, plan.before.params, plan.before.macs),
         "params": plan.after.params,
         "macs": plan.after.macs,
         **(about or {}),
