@@ -33,6 +33,10 @@ ROWS = (
     ("pfp, 256 training images", "pfp", {}),
     ("pfp, 256 training images, shortcuts left alone", "pfp", {"exclude": "conv1"}),
     ("pfp, minimax, 256 training images", "pfp", {"search": "minimax"}),
+    ("tucker2", "tucker2", {}),
+    ("messi, k = 3", "messi", {}),
+    ("messi, k = 3, `kmeans`", "messi", {"clustering": "kmeans"}),
+    ("messi, k = 3, `projective-robust`", "messi", {"clustering": "projective-robust"}),
     ("alds-simple, k = 3", "alds-simple", {}),
     ("alds-simple, k = 5", "alds-simple", {"groups": 5}),
     ("alds-error, k = 3", "alds-error", {}),
@@ -83,7 +87,8 @@ def main() -> None:
         for unit, removed in BUDGETS:
             start = time.perf_counter()
             budget = rw.Budget(**{unit: 1 - removed / 100})
-            if isinstance(settings, Filters):  # no table: graph, trials and scores are part of the time
+            if isinstance(settings, Filters) or settings.decompositions[0] in ("messi", "tucker2"):
+                # Everything is part of the time: graph, trials and scores, clusters, both modes.
                 small, plan = rw.compress(model, example, method, budget.params, budget.macs, data=images, **changes)
             else:
                 plan = rw.allocate(source, budget, method=method, model="resnet20", **changes)

@@ -19,10 +19,18 @@ from rankwise.evaluate import evaluate as score
 from rankwise.flags import example_for, read_budget, read_folds, read_groups
 from rankwise.forward import run_example, side_of, tensors_of, undisturbed
 from rankwise.layer import Coverage
-from rankwise.methods import METHODS, find, needs_budget, needs_data, settings_for
+from rankwise.methods import (
+    METHODS,
+    Seen,
+    build_network,
+    find,
+    is_free,
+    needs_budget,
+    needs_data,
+    settings_for,
+)
 from rankwise.plan import Plan
 from rankwise.pruning import Filters
-from rankwise.surgery import apply_plan
 from rankwise.trials import OUTPUT
 
 app = typer.Typer(
@@ -141,24 +149,24 @@ def compress(
     }
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
-    moments: Any = None
+    seen = Seen()
     if plan is None:
         coverage = find_layers(network, example, exclude or ())
-        settings = settings_for(method, **changes)
+        settings, free = settings_for(method, **changes), is_free(method, changes)
         check_coverage(coverage, strict, isinstance(settings, Filters))
         images = None
-        if data is not None and needs_data(settings):
+        if data is not None and (free or needs_data(settings)):
             images = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
         asked = read_budget(keep, budget) if keep is not None or budget or needs_budget(settings) else None
         title = networks.architecture(model)
         with show.progress("layers") as report:
-            found, moments = find(network, example, coverage, settings, asked, method, title, images, report)
+            found, seen = find(network, example, coverage, settings, asked, method, title, images, report, free)
         if strict:
             check_pruned(found)
     else:
         _only_with_a_search(keep, budget, changes)
         found = Plan.load(plan)
-    small = apply_plan(network, found, moments)
+    small = build_network(network, found, seen)
     scores = None
     if data is not None:
         test = load_data(data, split, size=side_of(example))

@@ -20,7 +20,7 @@ from rankwise.layer import Call, Layer
 
 Ints = NDArray[np.int64]
 
-DECOMPOSITIONS = ("svd", "pca", "messi", "tucker2")
+DECOMPOSITIONS = ("svd", "pca", "messi", "tucker2", "whitened")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Option:
         pca      of the layer's outputs over calibration data
         messi    svd of each of the `clusters`, which name the channels that belong together
         tucker2  both channel modes at once: `outer` is the rank of the filters, the rank that of the channels
+        whitened the same slices as svd, in the metric of calibration data
     """
 
     fold: str

@@ -9,7 +9,8 @@ With σ_{i,j+1} the first singular value that slice i drops, and W the matrix of
     exact   ‖W − Ŵ‖₂ / ‖W‖₂                the operator norm itself, from the weights, entry by entry
     energy  Σᵢ Σ_{m>j} σ²_{i,m} / ‖W‖²_F   exactly ‖W − Ŵ‖²_F / ‖W‖²_F
 
-`output` needs calibration data, and so far the decomposition `pca`: the share of the outputs' variance that is lost.
+Two need calibration data: `output` is the share of the layer's outputs' variance that is lost (response.py), `effect`
+the share of the network's outputs' variance, for the decomposition `whitened` (influence.py).
 One more is not relative; `l-rank` weighs it against the cost:
 
     residual  Σᵢ Σ_{m>j} σ²_{i,m}           ‖W − Ŵ‖²_F
@@ -62,7 +63,7 @@ FROM_SPECTRA: dict[str, Callable[[Array, float], Array]] = {
 }
 RECORDED = ("bound", "rss", "max", "energy")  # what every plan says of every choice
 MEASURES = (*FROM_SPECTRA, "exact")  # of the weights alone
-ALL_MEASURES = (*MEASURES, "output")
+ALL_MEASURES = (*MEASURES, "output", "effect")
 
 
 def check_measure(name: str) -> str:

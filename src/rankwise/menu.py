@@ -168,6 +168,8 @@ def _wanted(table: Table, layer: Layer, folds: object, groups: object, decomposi
         own = [o for o in everything if o.decomposition == decomposition]
         if decomposition == "svd":
             own = _narrowed(slices, layer, folds, groups)
+        elif decomposition == "whitened":
+            own = _narrowed(own, layer, folds, groups)
         elif decomposition == "tucker2" and not has_taps(layer):
             own = _narrowed(slices, layer, 0, 1)
         elif decomposition == "messi":

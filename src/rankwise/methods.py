@@ -6,21 +6,26 @@ A method is a value. Another ablation is another row in the registry.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise import pca, response, tucker
 from rankwise.budget import Budget
 from rankwise.coverage import COMPRESSED, find_layers
 from rankwise.data import load as load_data
+from rankwise.dream import imagine
+from rankwise.effects import effect_table
 from rankwise.errors import RankwiseError
 from rankwise.forward import side_of
+from rankwise.influence import Influence
 from rankwise.layer import Coverage
 from rankwise.plan import Plan
-from rankwise.probe import each_input_moments, output_moments
+from rankwise.probe import batches, each_input_moments, output_moments
 from rankwise.pruning import Filters, plan_filters
+from rankwise.refit import apply_fitted
 from rankwise.search import Settings, find_plan
 from rankwise.surgery import apply_plan
 from rankwise.table import Progress, Table, Weights, build, module_weights
@@ -39,6 +44,8 @@ def _register(*methods: Method) -> dict[str, Method]:
     return {m.name: m for m in methods}
 
 
+AUTO = Settings()
+IMAGINED = 0.1  # how far moments of imagined inputs are drawn towards the identity
 _ALDS = Settings(folds=(0,), groups="all", error="bound", search="alternate")
 _ONE = replace(_ALDS, groups=1)
 
@@ -88,7 +95,7 @@ METHODS: dict[str, Method] = _register(
         "removes the channels with the smallest sensitivity over calibration data, shares by its error guarantee",
         Filters(score="sensitivity", search="sampling"),
     ),
-    Method("auto", "the best we know without data: least total energy, all folds and slices", Settings()),
+    Method("auto", "the best we know: least total effect on the network's outputs, all folds and slices", AUTO),
 )
 
 
@@ -117,7 +124,12 @@ def needs_data(settings: Settings | Filters) -> bool:
     """Whether a method looks at activations."""
     if isinstance(settings, Filters):
         return settings.needs_data
-    return "pca" in settings.decompositions or settings.error == "output"
+    return bool({"pca", "whitened"} & set(settings.decompositions)) or settings.error in ("output", "effect")
+
+
+def is_free(method: str, changes: Mapping[str, Any]) -> bool:
+    """Whether `auto` may look at data: not if an error or decompositions are asked for."""
+    return method == "auto" and changes.get("error") is None and changes.get("decompositions") is None
 
 
 def needs_budget(settings: Settings | Filters) -> bool:
@@ -157,11 +169,7 @@ def table_for(
 ) -> Table:
     """What the settings need: spectra of the weights, and components of the outputs over the data."""
     if data is None and needs_data(settings):
-        what = "pca" if "pca" in settings.decompositions else "output"
-        raise RankwiseError(
-            f"{what!r} looks at what flows through the layers, and no calibration data was given: "
-            f"pass data= (on the command line: --data)"
-        )
+        raise _no_data(settings)
     if isinstance(data, Iterator) and settings.error == "output":
         data = list(data)  # read more than once
     weights = module_weights(model, coverage)
@@ -186,6 +194,14 @@ def table_for(
     if settings.error == "output" and set(settings.decompositions) - {"pca"}:
         _measure_outputs_(table, model, weights, data)
     return table
+
+
+def _no_data(settings: Settings) -> RankwiseError:
+    what = next((d for d in ("pca", "whitened") if d in settings.decompositions), settings.error)
+    return RankwiseError(
+        f"{what!r} looks at what flows through the layers, and no calibration data was given: "
+        f"pass data= (on the command line: --data)"
+    )
 
 
 def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: Any) -> None:
@@ -223,6 +239,16 @@ def allocate(table: Table, budget: Budget | None, method: str = "auto", model: s
     return find_plan(table, budget, settings, method, model)
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What building a plan needs beside the weights: moments of outputs, or data and the influence of layers."""
+
+    moments: Mapping[str, Any] = field(default_factory=dict)
+    data: Any = None
+    influence: Mapping[str, Influence] = field(default_factory=dict)
+    least: float = 0.0  # how far moments are drawn towards the identity at least
+
+
 def find(
     model: nn.Module,
     example: Any,
@@ -233,13 +259,72 @@ def find(
     title: str,
     data: Any = None,
     progress: Progress | None = None,
-) -> tuple[Plan, Mapping[str, Any] | None]:
-    """The plan of any method, and the moments of outputs that applying it needs, if any."""
+    free: bool = False,
+) -> tuple[Plan, Seen]:
+    """The plan of any method, and what building it needs. `free` lets `auto` look at data, see `is_free`."""
     if isinstance(settings, Filters):
         assert budget is not None, "needs_budget has asked for one"
-        return plan_filters(model, example, coverage, settings, budget, method, title, data), None
+        return plan_filters(model, example, coverage, settings, budget, method, title, data), Seen()
+    if free:
+        found = _auto(model, example, coverage, settings, budget, title, data, progress)
+        if found is not None:
+            return found
+    elif settings.error == "effect":
+        if data is None:
+            raise _no_data(settings)
+        return _by_effect(model, coverage, settings, budget, method, title, data, progress, "calibration", 0.0)
     table = table_for(model, coverage, settings, data, progress)
-    return find_plan(table, budget, settings, method, title), table.moments
+    return find_plan(table, budget, settings, method, title), Seen(table.moments)
+
+
+def _auto(
+    model: nn.Module,
+    example: Any,
+    coverage: Coverage,
+    settings: Settings,
+    budget: Budget | None,
+    title: str,
+    data: Any,
+    progress: Progress | None,
+) -> tuple[Plan, Seen] | None:
+    """By the effect on the network's outputs, on data or on imagined inputs; None if there are neither."""
+    inputs, least = "calibration", 0.0
+    if data is None:
+        data, inputs, least = imagine(model, example, coverage.macs, settings.seed), "imagined", IMAGINED
+    if data is None:
+        return None
+    wanted = replace(settings, error="effect", decompositions=("whitened", "svd"))
+    try:
+        return _by_effect(model, coverage, wanted, budget, "auto", title, data, progress, inputs, least)
+    except LinAlgError as err:  # numbers that no shrinking could save: the weights alone will do
+        plan, seen = find(model, example, coverage, settings, budget, "auto", title)
+        warning = f"calibration failed ({str(err).splitlines()[0]}), so this plan looks at the weights alone"
+        return replace(plan, search={**plan.search, "warning": warning}), seen
+
+
+def _by_effect(
+    model: nn.Module,
+    coverage: Coverage,
+    settings: Settings,
+    budget: Budget | None,
+    method: str,
+    title: str,
+    data: Any,
+    progress: Progress | None,
+    inputs: str,
+    least: float,
+) -> tuple[Plan, Seen]:
+    given = list(batches(data))  # read for every layer
+    table, influence = effect_table(model, coverage, settings, given, progress, least)
+    plan = find_plan(table, budget, settings, method, title)
+    return replace(plan, search={**plan.search, "inputs": inputs}), Seen({}, given, influence, least)
+
+
+def build_network(model: nn.Module, plan: Plan, seen: Seen) -> nn.Module:
+    """A copy of the model that follows the plan."""
+    if seen.data is None:
+        return apply_plan(model, plan, seen.moments)
+    return apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least)
 
 
 def compress(
@@ -268,5 +353,6 @@ def compress(
     if not coverage.layers and not isinstance(settings, Filters):
         raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
     source = calibration(data, example)
-    plan, moments = find(model, example, coverage, settings, budget, method, type(model).__name__, source, progress)
-    return apply_plan(model, plan, moments), plan
+    title, free = type(model).__name__, is_free(method, changes)
+    plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free)
+    return build_network(model, plan, seen), plan

@@ -2,7 +2,7 @@
 
 A decomposed layer is an `nn.Sequential` of an `encoder` and a `decoder`, both plain torch modules:
 
-    svd, pca   encoder (one grouped layer), decoder; a `pad` in front where the last slice is narrower
+    svd, pca, whitened   encoder (one grouped layer), decoder; a `pad` in front where the last slice is narrower
     messi      encoder (`Branches`: gathers the channels of each cluster), decoder
     tucker2    encoder (1×1), core (the layer's own kernel), decoder (1×1)
 
@@ -160,12 +160,18 @@ def fill_pair_(
             encoder, decoder = pair_weights(left, right, layer, option)
             if isinstance(pair.encoder, Branches):
                 _fill_branches_(pair.encoder, encoder, layer, option, rank)
-                decoder = decoder[:, :, _used(layer, option, rank)]
+                _put_(pair.decoder, decoder[:, :, _used(layer, option, rank)], layer)
             else:
-                _put_(pair.encoder, encoder, layer)
-            _put_(pair.decoder, decoder, layer)
+                put_weights_(pair, encoder, decoder, layer)
         if bias is not None:
             _bias(pair.decoder).copy_(bias)
+
+
+def put_weights_(pair: nn.Sequential, encoder: Tensor, decoder: Tensor, layer: Layer) -> None:
+    """Write what `decompose.pair_weights` gives into a pair of slices."""
+    with torch.no_grad():
+        _put_(pair.encoder, encoder, layer)
+        _put_(pair.decoder, decoder, layer)
 
 
 def _fill_branches_(encoder: Branches, weight: Tensor, layer: Layer, option: Option, rank: int) -> None:

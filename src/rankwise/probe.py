@@ -40,22 +40,22 @@ def each_input_moments(
     model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
 ) -> Iterator[tuple[Layer, Moments]]:
     """`input_moments` one by one: whoever does not keep them needs memory for one pass only."""
-    return _collect(model, data, layers, patches, lambda la: la.groups * _patch(la) ** 2, max_gb)
+    return _collect(model, data, layers, patches, lambda la: la.groups * patch_size(la) ** 2, max_gb)
 
 
-def _patch(layer: Layer) -> int:
+def patch_size(layer: Layer) -> int:
     taps = 1 if layer.transposed else torch.Size(layer.kernel).numel()
     return layer.group_channels * taps
 
 
 def _outputs(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
-    return _positions(output, layer.dims)[None]
+    return positions_of(output, layer.dims)[None]
 
 
 def patches(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
     """What a layer multiplies with its weights: (G, samples, c/G · Πκ), the taps of a channel side by side."""
     if layer.dims == 0 or layer.transposed:
-        samples = _positions(given, layer.dims)
+        samples = positions_of(given, layer.dims)
         return torch.unflatten(samples, 1, (layer.groups, -1)).transpose(0, 1)
     batch = padded(layer, given if given.ndim == layer.dims + 2 else given[None])
     for axis in range(layer.dims):  # (n, c, *positions, *taps), one axis at a time
@@ -65,7 +65,7 @@ def patches(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
     # (n, G, c, *positions, *taps) → (G, n·positions, c·taps)
     spots = [3 + a for a in range(layer.dims)]
     taps = [3 + layer.dims + a for a in range(layer.dims)]
-    return batch.permute(1, 0, *spots, 2, *taps).reshape(layer.groups, -1, _patch(layer))
+    return batch.permute(1, 0, *spots, 2, *taps).reshape(layer.groups, -1, patch_size(layer))
 
 
 def padded(layer: Layer, batch: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _pad(batch: Tensor, dims: int, axis: int, before: int, after: int, mode: str
     return padded.reshape(*moved.shape[:-1], -1).movedim(-1, 2 + axis)
 
 
-def _positions(activation: Tensor, dims: int) -> Tensor:
+def positions_of(activation: Tensor, dims: int) -> Tensor:
     """(…, channels, *positions) or (…, features) → (samples, channels)."""
     last = activation.movedim(activation.ndim - dims - 1, -1)
     return last.reshape(-1, last.shape[-1])

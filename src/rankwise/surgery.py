@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -48,10 +48,17 @@ def apply_plan_(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None 
     replace_layers_(model, plan, fill=True, moments=moments)
 
 
-def replace_layers_(model: nn.Module, plan: Plan, fill: bool, moments: Mapping[str, Any] | None = None) -> None:
+def replace_layers_(
+    model: nn.Module,
+    plan: Plan,
+    fill: bool,
+    moments: Mapping[str, Any] | None = None,
+    later: Collection[str] = (),
+) -> None:
     """Put the pairs of a plan into a model and narrow what it prunes.
 
-    Without `fill` the weights of pairs are left for a file to set.
+    Without `fill` the weights of pairs are left for a file to set. `later` names choices of the decomposition
+    `whitened` that somebody fits to data afterwards; until then they are an svd.
     """
     layers = match_layers(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -59,10 +66,11 @@ def replace_layers_(model: nn.Module, plan: Plan, fill: bool, moments: Mapping[s
         check_entry(modules.get(entry.name), entry)
     if fill:
         for choice, _ in layers:
-            if choice.decomposition == "pca" and choice.name not in (moments or {}):
+            unseen = choice.decomposition == "pca" and choice.name not in (moments or {})
+            if unseen or (choice.decomposition == "whitened" and choice.name not in later):
                 raise RankwiseError(
-                    f"layer {choice.name!r} of the plan is decomposed by its outputs, which needs calibration data: "
-                    f"use compress(..., data=...), or give moments="
+                    f"layer {choice.name!r} of the plan is decomposed by what flows through it, which needs "
+                    f"calibration data: use compress(..., data=...){', or give moments=' if unseen else ''}"
                 )
             check_finite(cast(Tensor, model.get_submodule(choice.name).weight), choice.name)
     swap: Swap = {}

@@ -202,7 +202,7 @@ def build(
         if "messi" in wanted and layer.groups > 1:
             slices += [o for o in options_for(layer, 0, groups) if o not in slices]
         clustered = "messi" in wanted and layer.groups == 1
-        _add_slices_(table, layer, weight, slices, [fold_for(0, layer.dims)] if clustered else [])
+        add_slices_(table, layer, weight, slices, [fold_for(0, layer.dims)] if clustered else [])
         if clustered:
             for k in clusters.cluster_counts(groups, layer):
                 for option in clusters.options(weight, layer, k, clustering, seed, starts):
@@ -212,7 +212,7 @@ def build(
     return table
 
 
-def _add_slices_(table: Table, layer: Layer, weight: Tensor, options: list[Option], folds: list[str]) -> None:
+def add_slices_(table: Table, layer: Layer, weight: Tensor, options: list[Option], folds: list[str]) -> None:
     """The spectra of slices, and ‖W‖₂ of their folds and of those in `folds` (k = 1 holds it)."""
     by_fold: dict[str, list[int]] = {fold: [] for fold in folds}
     for option in options:

@@ -1,0 +1,161 @@
+"""Factors in the metric of data: of what flows into a layer, and of what the network makes of what flows out.
+
+With M = E[x xᵀ] of the patches a layer sees and a metric SᵀS of its outputs, an approximation costs
+
+    E ‖S (W − Ŵ) x‖² = ‖S (W − Ŵ) M^{1/2}‖²_F.
+
+1. The encoder of a slice are the leading right singular vectors of S W_i C_i, times C_i⁻¹, with C_i the root of the
+   slice's own block of M (averaged over the taps that the decoder owns): the best one if slices were independent.
+2. The decoder is the least-squares fit of the outputs to what all encoders give, over all slices and taps together:
+   the best one for these encoders, correlations between slices included.
+
+The features of rank j are a part of those of rank j + 1, so one Cholesky factorisation of their second moments gives
+the errors of all ranks: row by row, what each rank explains. M is drawn a little towards a multiple of the identity,
+which is what keeps few samples from being taken at their word.
+
+A transposed convolution spreads each input over its taps; every tap is an output of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankwise.cost import Option, taps
+from rankwise.decompose import Array, cut, spread
+from rankwise.fold import kernel_sides, to_matrix
+from rankwise.layer import Layer, canonical
+
+FLOOR = 1e-6  # of the mean, added to eigenvalues: a direction that was never seen costs a little
+JITTER = 1e-9  # of the mean diagonal, so that dependent features do not stop Cholesky
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """Encoders of all ranks, and what is needed to fit the decoder of any rank."""
+
+    encoder: Tensor  # (G, k, r, columns of a slice)
+    roots: tuple[Tensor, ...]  # for each group: Cholesky factor of the features' second moments, rank by rank
+    cross: tuple[Tensor, ...]  # for each group: (outputs, features)
+    errors: Array  # by rank, E ‖S (W − Ŵ) x‖²
+    rows: int  # of a slice: filters of a group times the decoder's taps
+
+    def factors(self, rank: int) -> tuple[Tensor, Tensor]:
+        """U (G, k, rows, j) and V (G, k, j, columns), as `decompose.factors` gives them."""
+        k, r = self.encoder.shape[1:3]
+        lefts = []
+        for root, cross in zip(self.roots, self.cross, strict=True):
+            each = len(root) // r  # features of one rank: slices × taps
+            n = rank * each
+            decoder = torch.cholesky_solve(cross[:, :n].t(), root[:n, :n]).t()
+            whole = decoder.reshape(-1, rank, k, each // k).permute(2, 0, 3, 1)  # (k, outputs, taps, j)
+            lefts.append(whole.reshape(k, self.rows, rank))
+        return torch.stack(lefts), self.encoder[:, :, :rank]
+
+
+def fit(
+    weight: Tensor,
+    layer: Layer,
+    option: Option,
+    moment: Tensor,
+    metric: Tensor | None = None,
+    most: int | None = None,
+) -> Fitted:
+    """All ranks at once, or those up to `most`. `moment` is (G, d, d) of the patches, `metric` S as (G, f/G, f/G)."""
+    slices = cut(weight, layer, option).to("cpu", torch.float64)
+    left = taps(layer, option)[0]
+    whole = to_matrix(canonical(weight.detach(), layer), option.fold).to("cpu", torch.float64)
+    whole = whole.reshape(layer.groups, layer.group_filters, left, -1)  # (G, f, taps, c·taps)
+    encoders, roots, crosses = [], [], []
+    errors = np.zeros(1)
+    for g in range(layer.groups):
+        rows, blocks = whole[g], _blocks(layer, option, moment[g])
+        scale = None if metric is None else metric[g]
+        if layer.transposed:
+            rows = rows.reshape(-1, 1, rows.shape[-1])
+            scale = None if scale is None else torch.kron(scale, torch.eye(left, dtype=scale.dtype))
+        encoder = _encoders(slices[g], rows.shape[0], scale, blocks)[:, :most]
+        root, cross = _features(rows, encoder, blocks, layer, option)
+        errors = errors + _errors(rows, scale, blocks, root, cross, encoder.shape[1])
+        encoders.append(encoder)
+        roots.append(root)
+        crosses.append(cross)
+    return Fitted(torch.stack(encoders), tuple(roots), tuple(crosses), errors, layer.group_filters * left)
+
+
+def _blocks(layer: Layer, option: Option, moment: Tensor) -> Tensor:
+    """M as (taps of the decoder, c·taps of the encoder, the same again)."""
+    left, right = kernel_sides(option.fold)
+    outer, inner = taps(layer, option)
+    c, n = layer.group_channels, layer.dims
+    if layer.transposed:
+        return torch.kron(moment, torch.eye(inner, dtype=moment.dtype))[None, :, None]
+    here = [*(1 + a for a in left), 0, *(1 + a for a in right)]
+    turned = moment.reshape(c, *layer.kernel, c, *layer.kernel).permute(*here, *(i + n + 1 for i in here))
+    return turned.reshape(outer, c * inner, outer, c * inner)
+
+
+def _encoders(slices: Tensor, outputs: int, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """(k, r, columns), strongest first."""
+    same = blocks.diagonal(dim1=0, dim2=2).mean(-1)
+    k, rows, columns = slices.shape
+    missing = k * columns - len(same)
+    if missing:
+        same = torch.constant_pad_nd(same, (0, missing, 0, missing))
+    least = FLOOR * float(same.diagonal().mean()) + 1e-300
+    rank = min(rows, columns)
+    found = []
+    for i, matrix in enumerate(slices):
+        values, vectors = torch.linalg.eigh(same[i * columns : (i + 1) * columns, i * columns : (i + 1) * columns])
+        root = (values.clamp_min(0) + least).sqrt()
+        turned = matrix.reshape(outputs, -1)
+        if scale is not None:
+            turned = scale @ turned
+        turned = turned.reshape(rows, columns) @ (vectors * root)
+        if columns <= rows:
+            strongest = torch.linalg.eigh(turned.t() @ turned)[1].flip(-1).t()
+        else:
+            strongest = torch.linalg.svd(turned, full_matrices=False)[2]
+        found.append((strongest[:rank] / root) @ vectors.t())
+    return torch.stack(found)
+
+
+def _features(rows: Tensor, encoder: Tensor, blocks: Tensor, layer: Layer, option: Option) -> tuple[Tensor, Tensor]:
+    """Second moments of the encoders' outputs, factorised, and theirs with the layer's; order (rank, slice, tap)."""
+    k, rank = encoder.shape[:2]
+    wide = spread(encoder, layer, option).transpose(0, 1).reshape(rank * k, -1)
+    seen = torch.einsum("axby,vy->axvb", blocks, wide)
+    square = torch.einsum("ux,axvb->uavb", wide, seen).reshape(rank * k * len(blocks), -1)
+    cross = torch.einsum("fax,axvb->fvb", rows, seen).reshape(len(rows), -1)
+    small = JITTER * float(square.diagonal().mean()) + 1e-300
+    return torch.linalg.cholesky(square + small * torch.eye(len(square), dtype=square.dtype)), cross
+
+
+def _errors(rows: Tensor, scale: Tensor | None, blocks: Tensor, root: Tensor, cross: Tensor, rank: int) -> Array:
+    measured = cross if scale is None else scale @ cross
+    explained = torch.linalg.solve_triangular(root, measured.t(), upper=False).square().sum(1)
+    by_rank = explained.reshape(rank, -1).sum(1).cumsum(0).numpy()
+    outputs = rows if scale is None else torch.einsum("gf,fax->gax", scale, rows)
+    total = float(torch.einsum("fax,axby,fby->", outputs, blocks, outputs))
+    return np.minimum.accumulate(np.maximum(0.0, total - np.append(0.0, by_rank)))
+
+
+def shrunk(moment: Tensor, share: float) -> Tensor:
+    """(1 − share) · M + share · mean variance · I, for each group."""
+    mean = moment.diagonal(dim1=1, dim2=2).mean(1)
+    return (1 - share) * moment + share * mean[:, None, None] * torch.eye(moment.shape[-1], dtype=moment.dtype)
+
+
+def share_for(count: int, size: int) -> float:
+    """How far to draw a moment of `count` samples in `size` dimensions towards the identity."""
+    return size / (size + count) if count else 1.0
+
+
+def root_of(metric: Tensor) -> Tensor:
+    """S with SᵀS the metric (G, f, f), drawn a little towards the identity."""
+    values, vectors = torch.linalg.eigh(shrunk(metric, 1e-3))
+    root: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
+    return root
