@@ -3,7 +3,8 @@
     python benchmarks/auto.py --data FOLDER [--weights FILE] [--mode imagined|calibration]
 
 FOLDER holds {train,test}.parquet of CIFAR-10. Calibration is on 1,024 training images without their labels. Nothing is
-chosen by looking at the test set. The table of effects is made once for a mode; every budget is planned, fitted and scored.
+chosen by looking at the test set. The table of effects is made once for a mode; every budget is planned, fitted and
+scored.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from rankwise import data, networks
 from rankwise.dream import imagine
 from rankwise.effects import effect_table
 from rankwise.evaluate import evaluate
-from rankwise.methods import AUTO, IMAGINED
+from rankwise.job import IMAGINED
+from rankwise.methods import AUTO
 from rankwise.probe import batches
 from rankwise.refit import apply_fitted
 from rankwise.search import find_plan

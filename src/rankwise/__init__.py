@@ -5,8 +5,9 @@ from rankwise.budget import Budget
 from rankwise.checkpoint import load, save
 from rankwise.coverage import find_layers
 from rankwise.errors import RankwiseError
+from rankwise.job import compress
 from rankwise.layer import Coverage, Layer, Skipped
-from rankwise.methods import METHODS, Method, allocate, build_table, compress
+from rankwise.methods import METHODS, Method, allocate, build_table
 from rankwise.modules import GroupedLinear
 from rankwise.plan import Choice, Plan, Pruned
 from rankwise.surgery import apply_plan, apply_plan_, densify, densify_

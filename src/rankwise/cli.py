@@ -18,17 +18,9 @@ from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
 from rankwise.flags import example_for, read_budget, read_folds, read_groups
 from rankwise.forward import run_example, side_of, tensors_of, undisturbed
+from rankwise.job import Seen, build_network, find, is_free
 from rankwise.layer import Coverage
-from rankwise.methods import (
-    METHODS,
-    Seen,
-    build_network,
-    find,
-    is_free,
-    needs_budget,
-    needs_data,
-    settings_for,
-)
+from rankwise.methods import METHODS, needs_budget, needs_data, settings_for
 from rankwise.plan import Plan
 from rankwise.pruning import Filters
 from rankwise.trials import OUTPUT

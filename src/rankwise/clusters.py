@@ -29,6 +29,8 @@ from rankwise.layer import Layer
 CLUSTERINGS = ("consecutive", "kmeans", "projective", "projective-robust")
 ROUNDS = 30
 SMALL = 256  # up to so many rows a subspace comes from eigenvectors, beyond from a step of orthogonal iteration
+# Rows × columns × dimension of a layer: with more than the first there are fewer starts, beyond the second none at all.
+EASY, HARD = 1e8, 1e10
 SHARES = (1.0, 0.5, 0.25, 0.125)  # of the largest rank worth having: the dimensions of the subspaces
 
 Clusters = tuple[tuple[int, ...], ...]
@@ -74,8 +76,13 @@ def options(
         robust = clustering == "projective-robust"
         found = []
         for j in _dimensions(layer, near):
+            effort = columns.numel() * j
+            if effort > HARD:
+                found.append(near)
+                continue
+            tries = max(2, min(starts, int(starts * EASY / effort)))
             few = -(-j // columns.shape[2])  # channels that span j dimensions
-            best = _search(columns, near, k, _subspaces(j, robust), few, seed, starts)
+            best = _search(columns, near, k, _subspaces(j, robust), few, seed, tries)
             found.append(best if robust else min(best, near, key=lambda c: _lost(columns, c, j)))
     return [Option(fold, k, "messi", clusters=clusters) for clusters in dict.fromkeys(found)]
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from rankwise.engine import Engine
 from rankwise.errors import RankwiseError
-from rankwise.methods import compress, get_method, needs_data
+from rankwise.job import compress
+from rankwise.methods import get_method, needs_data
 from rankwise.plan import Plan
 from rankwise.pruning import Filters
 from rankwise.recipes import Recipe

@@ -5,29 +5,23 @@ A method is a value. Another ablation is another row in the registry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise import pca, response, tucker
 from rankwise.budget import Budget
-from rankwise.coverage import COMPRESSED, find_layers
+from rankwise.coverage import find_layers
 from rankwise.data import load as load_data
-from rankwise.dream import imagine
-from rankwise.effects import effect_table
 from rankwise.errors import RankwiseError
 from rankwise.forward import side_of
-from rankwise.influence import Influence
 from rankwise.layer import Coverage
 from rankwise.plan import Plan
-from rankwise.probe import batches, each_input_moments, output_moments
-from rankwise.pruning import Filters, plan_filters
-from rankwise.refit import apply_fitted
+from rankwise.probe import each_input_moments, output_moments
+from rankwise.pruning import Filters
 from rankwise.search import Settings, find_plan
-from rankwise.surgery import apply_plan
 from rankwise.table import Progress, Table, Weights, build, module_weights
 
 
@@ -45,7 +39,6 @@ def _register(*methods: Method) -> dict[str, Method]:
 
 
 AUTO = Settings()
-IMAGINED = 0.1  # how far moments of imagined inputs are drawn towards the identity
 _ALDS = Settings(folds=(0,), groups="all", error="bound", search="alternate")
 _ONE = replace(_ALDS, groups=1)
 
@@ -127,11 +120,6 @@ def needs_data(settings: Settings | Filters) -> bool:
     return bool({"pca", "whitened"} & set(settings.decompositions)) or settings.error in ("output", "effect")
 
 
-def is_free(method: str, changes: Mapping[str, Any]) -> bool:
-    """Whether `auto` may look at data: not if an error or decompositions are asked for."""
-    return method == "auto" and changes.get("error") is None and changes.get("decompositions") is None
-
-
 def needs_budget(settings: Settings | Filters) -> bool:
     """Only tucker2 on its own can do without one."""
     return isinstance(settings, Filters) or settings.decompositions != ("tucker2",)
@@ -169,7 +157,7 @@ def table_for(
 ) -> Table:
     """What the settings need: spectra of the weights, and components of the outputs over the data."""
     if data is None and needs_data(settings):
-        raise _no_data(settings)
+        raise no_data(settings)
     if isinstance(data, Iterator) and settings.error == "output":
         data = list(data)  # read more than once
     weights = module_weights(model, coverage)
@@ -196,7 +184,7 @@ def table_for(
     return table
 
 
-def _no_data(settings: Settings) -> RankwiseError:
+def no_data(settings: Settings) -> RankwiseError:
     what = next((d for d in ("pca", "whitened") if d in settings.decompositions), settings.error)
     return RankwiseError(
         f"{what!r} looks at what flows through the layers, and no calibration data was given: "
@@ -237,122 +225,3 @@ def allocate(table: Table, budget: Budget | None, method: str = "auto", model: s
             f"a table holds spectra and no graph of the network, which {method!r} needs: use rankwise.compress"
         )
     return find_plan(table, budget, settings, method, model)
-
-
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """What building a plan needs beside the weights: moments of outputs, or data and the influence of layers."""
-
-    moments: Mapping[str, Any] = field(default_factory=dict)
-    data: Any = None
-    influence: Mapping[str, Influence] = field(default_factory=dict)
-    least: float = 0.0  # how far moments are drawn towards the identity at least
-
-
-def find(
-    model: nn.Module,
-    example: Any,
-    coverage: Coverage,
-    settings: Settings | Filters,
-    budget: Budget | None,
-    method: str,
-    title: str,
-    data: Any = None,
-    progress: Progress | None = None,
-    free: bool = False,
-) -> tuple[Plan, Seen]:
-    """The plan of any method, and what building it needs. `free` lets `auto` look at data, see `is_free`."""
-    if isinstance(settings, Filters):
-        assert budget is not None, "needs_budget has asked for one"
-        return plan_filters(model, example, coverage, settings, budget, method, title, data), Seen()
-    if free:
-        found = _auto(model, example, coverage, settings, budget, title, data, progress)
-        if found is not None:
-            return found
-    elif settings.error == "effect":
-        if data is None:
-            raise _no_data(settings)
-        return _by_effect(model, coverage, settings, budget, method, title, data, progress, "calibration", 0.0)
-    table = table_for(model, coverage, settings, data, progress)
-    return find_plan(table, budget, settings, method, title), Seen(table.moments)
-
-
-def _auto(
-    model: nn.Module,
-    example: Any,
-    coverage: Coverage,
-    settings: Settings,
-    budget: Budget | None,
-    title: str,
-    data: Any,
-    progress: Progress | None,
-) -> tuple[Plan, Seen] | None:
-    """By the effect on the network's outputs, on data or on imagined inputs; None if there are neither."""
-    inputs, least = "calibration", 0.0
-    if data is None:
-        data, inputs, least = imagine(model, example, coverage.macs, settings.seed), "imagined", IMAGINED
-    if data is None:
-        return None
-    wanted = replace(settings, error="effect", decompositions=("whitened", "svd"))
-    try:
-        return _by_effect(model, coverage, wanted, budget, "auto", title, data, progress, inputs, least)
-    except LinAlgError as err:  # numbers that no shrinking could save: the weights alone will do
-        plan, seen = find(model, example, coverage, settings, budget, "auto", title)
-        warning = f"calibration failed ({str(err).splitlines()[0]}), so this plan looks at the weights alone"
-        return replace(plan, search={**plan.search, "warning": warning}), seen
-
-
-def _by_effect(
-    model: nn.Module,
-    coverage: Coverage,
-    settings: Settings,
-    budget: Budget | None,
-    method: str,
-    title: str,
-    data: Any,
-    progress: Progress | None,
-    inputs: str,
-    least: float,
-) -> tuple[Plan, Seen]:
-    given = list(batches(data))  # read for every layer
-    table, influence = effect_table(model, coverage, settings, given, progress, least)
-    plan = find_plan(table, budget, settings, method, title)
-    return replace(plan, search={**plan.search, "inputs": inputs}), Seen({}, given, influence, least)
-
-
-def build_network(model: nn.Module, plan: Plan, seen: Seen) -> nn.Module:
-    """A copy of the model that follows the plan."""
-    if seen.data is None:
-        return apply_plan(model, plan, seen.moments)
-    return apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least)
-
-
-def compress(
-    model: nn.Module,
-    example: Any = None,
-    method: str = "auto",
-    keep: float | None = None,
-    macs: float | None = None,
-    exclude: Iterable[str] | str = (),
-    progress: Progress | None = None,
-    data: Any = None,
-    **changes: Any,
-) -> tuple[nn.Module, Plan]:
-    """The whole job: a smaller copy of the model, and the plan it follows.
-
-    `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input; only tucker2 can do without either. `data`, any iterable of
-    inputs without labels or a specification such as "digits", is for methods that look at activations.
-    """
-    settings = settings_for(method, **changes)
-    asked = keep is not None or macs is not None or needs_budget(settings)
-    budget = Budget(params=keep, macs=macs) if asked else None
-    coverage = find_layers(model, example, exclude)
-    if any(s.reason == COMPRESSED for s in coverage.skipped):
-        raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
-    if not coverage.layers and not isinstance(settings, Filters):
-        raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
-    source = calibration(data, example)
-    title, free = type(model).__name__, is_free(method, changes)
-    plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free)
-    return build_network(model, plan, seen), plan

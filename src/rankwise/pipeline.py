@@ -27,8 +27,9 @@ from rankwise.coverage import find_layers
 from rankwise.engine import Engine, make_engine
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate
+from rankwise.job import compress
 from rankwise.material import Material, open_material
-from rankwise.methods import compress, get_method
+from rankwise.methods import get_method
 from rankwise.modules import mark_of
 from rankwise.plan import Plan
 from rankwise.recipes import Recipe

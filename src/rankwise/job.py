@@ -1,0 +1,152 @@
+"""The whole job: from a model and a budget to a plan, and from a plan to a smaller network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from rankwise.budget import Budget
+from rankwise.coverage import COMPRESSED, find_layers
+from rankwise.dream import imagine
+from rankwise.effects import effect_table
+from rankwise.errors import RankwiseError
+from rankwise.influence import Influence
+from rankwise.layer import Coverage
+from rankwise.methods import calibration, needs_budget, no_data, settings_for, table_for
+from rankwise.plan import Plan
+from rankwise.probe import batches
+from rankwise.pruning import Filters, plan_filters
+from rankwise.refit import apply_fitted
+from rankwise.search import Settings, find_plan
+from rankwise.surgery import apply_plan
+from rankwise.table import Progress
+
+IMAGINED = 0.1  # how far moments of imagined inputs are drawn towards the identity
+
+
+def is_free(method: str, changes: Mapping[str, Any]) -> bool:
+    """Whether `auto` may look at data: not if an error or decompositions are asked for."""
+    return method == "auto" and changes.get("error") is None and changes.get("decompositions") is None
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What building a plan needs beside the weights: moments of outputs, or data and the influence of layers."""
+
+    moments: Mapping[str, Any] = field(default_factory=dict)
+    data: Any = None
+    influence: Mapping[str, Influence] = field(default_factory=dict)
+    least: float = 0.0  # how far moments are drawn towards the identity at least
+
+
+def find(
+    model: nn.Module,
+    example: Any,
+    coverage: Coverage,
+    settings: Settings | Filters,
+    budget: Budget | None,
+    method: str,
+    title: str,
+    data: Any = None,
+    progress: Progress | None = None,
+    free: bool = False,
+) -> tuple[Plan, Seen]:
+    """The plan of any method, and what building it needs. `free` lets `auto` look at data, see `is_free`."""
+    if isinstance(settings, Filters):
+        assert budget is not None, "needs_budget has asked for one"
+        return plan_filters(model, example, coverage, settings, budget, method, title, data), Seen()
+    if free:
+        found = _auto(model, example, coverage, settings, budget, title, data, progress)
+        if found is not None:
+            return found
+    elif settings.error == "effect":
+        if data is None:
+            raise no_data(settings)
+        return _by_effect(model, coverage, settings, budget, method, title, data, progress, "calibration", 0.0)
+    table = table_for(model, coverage, settings, data, progress)
+    return find_plan(table, budget, settings, method, title), Seen(table.moments)
+
+
+def _auto(
+    model: nn.Module,
+    example: Any,
+    coverage: Coverage,
+    settings: Settings,
+    budget: Budget | None,
+    title: str,
+    data: Any,
+    progress: Progress | None,
+) -> tuple[Plan, Seen] | None:
+    """By the effect on the network's outputs, on data or on imagined inputs; None if there are neither."""
+    inputs, least = "calibration", 0.0
+    if data is None:
+        data, inputs, least = imagine(model, example, coverage.macs, settings.seed), "imagined", IMAGINED
+    if data is None:
+        return None
+    wanted = replace(settings, error="effect", decompositions=("whitened", "svd"))
+    try:
+        return _by_effect(model, coverage, wanted, budget, "auto", title, data, progress, inputs, least)
+    except LinAlgError as err:  # numbers that no shrinking could save: the weights alone will do
+        plan, seen = find(model, example, coverage, settings, budget, "auto", title)
+        warning = f"calibration failed ({str(err).splitlines()[0]}), so this plan looks at the weights alone"
+        return replace(plan, search={**plan.search, "warning": warning}), seen
+
+
+def _by_effect(
+    model: nn.Module,
+    coverage: Coverage,
+    settings: Settings,
+    budget: Budget | None,
+    method: str,
+    title: str,
+    data: Any,
+    progress: Progress | None,
+    inputs: str,
+    least: float,
+) -> tuple[Plan, Seen]:
+    given = list(batches(data))  # read for every layer
+    table, influence = effect_table(model, coverage, settings, given, progress, least)
+    plan = find_plan(table, budget, settings, method, title)
+    return replace(plan, search={**plan.search, "inputs": inputs}), Seen({}, given, influence, least)
+
+
+def build_network(model: nn.Module, plan: Plan, seen: Seen) -> nn.Module:
+    """A copy of the model that follows the plan."""
+    if seen.data is None:
+        return apply_plan(model, plan, seen.moments)
+    return apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least)
+
+
+def compress(
+    model: nn.Module,
+    example: Any = None,
+    method: str = "auto",
+    keep: float | None = None,
+    macs: float | None = None,
+    exclude: Iterable[str] | str = (),
+    progress: Progress | None = None,
+    data: Any = None,
+    **changes: Any,
+) -> tuple[nn.Module, Plan]:
+    """The whole job: a smaller copy of the model, and the plan it follows.
+
+    `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
+    multiply-adds, which needs an example input; only tucker2 can do without either. `data`, any iterable of
+    inputs without labels or a specification such as "digits", is for methods that look at activations.
+    """
+    settings = settings_for(method, **changes)
+    asked = keep is not None or macs is not None or needs_budget(settings)
+    budget = Budget(params=keep, macs=macs) if asked else None
+    coverage = find_layers(model, example, exclude)
+    if any(s.reason == COMPRESSED for s in coverage.skipped):
+        raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
+    if not coverage.layers and not isinstance(settings, Filters):
+        raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
+    source = calibration(data, example)
+    title, free = type(model).__name__, is_free(method, changes)
+    plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free)
+    return build_network(model, plan, seen), plan
