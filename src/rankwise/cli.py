@@ -18,7 +18,7 @@ from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
 from rankwise.flags import example_for, read_budget, read_folds, read_groups
 from rankwise.forward import run_example, side_of, tensors_of, undisturbed
-from rankwise.job import Seen, build_network, find, is_free
+from rankwise.job import Seen, build_network, find, is_free, recovered
 from rankwise.layer import Coverage
 from rankwise.methods import METHODS, needs_budget, needs_data, settings_for
 from rankwise.plan import Plan
@@ -96,6 +96,9 @@ def compress(
     weights: WeightsOpt = None,
     data: DataOpt = None,
     split: SplitOpt = "test",
+    recover: Annotated[
+        int, typer.Option("--recover", metavar="N", help="Steps of distillation from the original network at the end.")
+    ] = 0,
     calibrate: Annotated[
         int, typer.Option("--calibrate", metavar="N", help="Training images for methods that look at activations.")
     ] = 256,
@@ -159,6 +162,12 @@ def compress(
         _only_with_a_search(keep, budget, changes)
         found = Plan.load(plan)
     small = build_network(network, found, seen)
+    if recover:
+        with show.progress("recovery") as report:
+            source: Any = seen.data
+            if source is None and data is not None:
+                source = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
+            small = recovered(small, network, source, recover, lambda i, n, loss: report("", i, n))
     scores = None
     if data is not None:
         test = load_data(data, split, size=side_of(example))

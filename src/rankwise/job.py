@@ -20,6 +20,7 @@ from rankwise.methods import calibration, needs_budget, no_data, settings_for, t
 from rankwise.plan import Plan
 from rankwise.probe import batches
 from rankwise.pruning import Filters, plan_filters
+from rankwise.recover import Steps, recover_
 from rankwise.refit import apply_fitted
 from rankwise.search import Settings, find_plan
 from rankwise.surgery import apply_plan
@@ -130,13 +131,15 @@ def compress(
     exclude: Iterable[str] | str = (),
     progress: Progress | None = None,
     data: Any = None,
+    recover: int = 0,
     **changes: Any,
 ) -> tuple[nn.Module, Plan]:
     """The whole job: a smaller copy of the model, and the plan it follows.
 
     `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
     multiply-adds, which needs an example input; only tucker2 can do without either. `data`, any iterable of
-    inputs without labels or a specification such as "digits", is for methods that look at activations.
+    inputs without labels or a specification such as "digits", is for methods that look at activations, and for
+    `recover`: so many steps of distillation from the original network at the end.
     """
     settings = settings_for(method, **changes)
     asked = keep is not None or macs is not None or needs_budget(settings)
@@ -149,4 +152,15 @@ def compress(
     source = calibration(data, example)
     title, free = type(model).__name__, is_free(method, changes)
     plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free)
-    return build_network(model, plan, seen), plan
+    small = build_network(model, plan, seen)
+    return (recovered(small, model, seen.data or source, recover), plan) if recover else (small, plan)
+
+
+def recovered(small: nn.Module, model: nn.Module, data: Any, steps: int, progress: Steps | None = None) -> nn.Module:
+    """The network after so many steps of distillation from the original (recover.py)."""
+    if data is None:
+        raise RankwiseError(
+            "recovery learns from the original network's outputs, and there are no inputs: pass data= (or --data)"
+        )
+    recover_(small, model, data, steps, progress=progress)
+    return small

@@ -1,0 +1,135 @@
+"""Recovery: a short distillation of the original network into the compressed one, on inputs without labels.
+
+The outputs of the original network are the targets; what is minimised is the squared difference, relative to the
+outputs' variance, by Adam with a rate that falls to zero (cosine). Batch norms keep their statistics and dropout is
+off: the networks are compared as they will be used.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.errors import RankwiseError
+from rankwise.forward import run_example, tensors_of, undisturbed
+from rankwise.probe import batches, check_some
+from rankwise.surgery import copy_model
+
+BATCH = 128
+RATE = 1e-3
+
+Steps = Callable[[int, int, float], None]  # steps done, steps in all, loss
+
+
+def recover(
+    small: nn.Module,
+    original: nn.Module,
+    data: Iterable[Any],
+    steps: int = 300,
+    seconds: float | None = None,
+    rate: float = RATE,
+    seed: int = 0,
+    progress: Steps | None = None,
+) -> nn.Module:
+    """A copy of `small` whose outputs are closer to the original's on the data; at most `steps` and `seconds`."""
+    better = copy_model(small)
+    recover_(better, original, data, steps, seconds, rate, seed, progress)
+    return better
+
+
+def recover_(
+    small: nn.Module,
+    original: nn.Module,
+    data: Iterable[Any],
+    steps: int = 300,
+    seconds: float | None = None,
+    rate: float = RATE,
+    seed: int = 0,
+    progress: Steps | None = None,
+) -> list[float]:
+    """The same in place; gives the loss of every step."""
+    if steps < 0 or not rate > 0:
+        raise RankwiseError(f"{steps} steps at rate {rate:g} were asked for: give 0 or more steps and a rate above 0")
+    pieces = _pieces(original, data)
+    scale = _variance([wanted for _, wanted in pieces])
+    random = torch.Generator().manual_seed(seed)
+    frozen = [p for p in small.parameters() if p.is_floating_point() and not p.requires_grad]
+    modes = {module: module.training for module in small.modules()}
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    losses: list[float] = []
+    try:
+        small.eval()
+        for p in frozen:
+            p.requires_grad_(True)
+        optimiser = torch.optim.Adam([p for p in small.parameters() if p.is_floating_point()], lr=rate)
+        while len(losses) < steps and time.monotonic() < end:
+            done = max(len(losses) / steps, 0.0 if seconds is None else 1 - (end - time.monotonic()) / seconds)
+            for group in optimiser.param_groups:
+                group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+            losses.append(_step_(small, pieces, scale, optimiser, random))
+            if not math.isfinite(losses[-1]):
+                raise RankwiseError(f"recovery diverged in step {len(losses)}: give a rate below {rate:g}")
+            if progress:
+                progress(len(losses), steps, losses[-1])
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+        for p in small.parameters():
+            p.grad = None
+        for module, mode in modes.items():
+            module.training = mode
+    return losses
+
+
+def _step_(
+    small: nn.Module,
+    pieces: list[tuple[Any, list[Tensor]]],
+    scale: float,
+    optimiser: torch.optim.Optimizer,
+    random: torch.Generator,
+) -> float:
+    batch, wanted = pieces[int(torch.randint(len(pieces), (), generator=random))]
+    if isinstance(batch, Tensor) and len(batch) > BATCH:
+        chosen = torch.randperm(len(batch), generator=random)[:BATCH]
+        batch, wanted = batch[chosen], [t[chosen] for t in wanted]
+    given = _answers(run_example(small, batch))
+    parts = [(a.float() - b.to(a.device).float()).square().sum() for a, b in zip(given, wanted, strict=True)]
+    loss = torch.stack(parts).sum() / (len(wanted[0]) * scale)
+    optimiser.zero_grad()
+    torch.autograd.backward(loss)
+    optimiser.step()
+    return float(loss.detach())
+
+
+def _pieces(original: nn.Module, data: Iterable[Any]) -> list[tuple[Any, list[Tensor]]]:
+    """Inputs and what the original network says to them; batches of plain tensors become one, to be drawn from."""
+    found = []
+    with undisturbed(original):
+        for batch in batches(data):
+            found.append((batch, [t.clone() for t in _answers(run_example(original, batch))]))
+    check_some(len(found))
+    if not found[0][1]:
+        raise RankwiseError("the network gives no numbers to learn from: recovery needs outputs that are tensors")
+    plain = all(isinstance(b, Tensor) and b.shape[1:] == found[0][0].shape[1:] for b, _ in found)
+    if not plain or any(len(t) != len(b) for b, answers in found for t in answers):
+        return found
+    whole = [torch.cat(parts) for parts in zip(*(answers for _, answers in found), strict=True)]
+    return [(torch.cat([b for b, _ in found]), whole)]
+
+
+def _answers(output: Any) -> list[Tensor]:
+    return [t for t in tensors_of(output) if t.is_floating_point() and t.ndim]
+
+
+def _variance(answers: list[list[Tensor]]) -> float:
+    """Of an input's outputs, summed over their entries."""
+    total = 0.0
+    for parts in zip(*answers, strict=True):
+        whole = torch.cat([p.reshape(len(p), -1) for p in parts]).double()
+        total += float(whole.var(dim=0, unbiased=False).sum()) or float(whole.square().mean(dim=0).sum())
+    return max(total, 1e-300)

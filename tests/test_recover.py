@@ -1,0 +1,113 @@
+"""Recovery: distillation from the original network, without labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.__main__ import main
+from rankwise.data import load
+from rankwise.recover import recover, recover_
+from sentences import check_sentence
+
+
+class Two(nn.Module):
+    """A network with batch norm, dropout and a dict of two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(inplace=True), nn.Dropout()
+        )
+        self.wide = nn.Conv2d(12, 12, 3, padding=1)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        maps = self.wide(self.body(x))
+        return {"maps": maps, "classes": self.head(maps.mean((2, 3)))}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Two().eval()
+
+
+def images() -> list[Tensor]:
+    return [x for x, _ in load("digits", "train").thin(150).batches(50)]
+
+
+def distance(one: nn.Module, other: nn.Module, data: list[Tensor]) -> float:
+    with torch.no_grad():
+        return sum(
+            float((a - b).square().mean())
+            for x in data
+            for a, b in zip(one(x).values(), other(x).values(), strict=True)
+        )
+
+
+def test_outputs_come_closer_to_those_of_the_original() -> None:
+    model, data = network(), images()
+    small, _ = rw.compress(model, data[0][:1], keep=0.4, error="energy")
+    held_out = [x for x, _ in load("digits", "test").batches(100)]
+    before = distance(model, small, held_out)
+    original = {k: v.clone() for k, v in model.state_dict().items()}
+    better = recover(small, model, data, steps=60)
+    assert distance(model, better, held_out) < 0.7 * before
+    assert distance(model, small, held_out) == before, "recover works on a copy"
+    assert all(torch.equal(v, original[k]) for k, v in model.state_dict().items())
+
+
+def test_the_same_seed_gives_the_same_network_and_everything_is_put_back() -> None:
+    model, data = network(), images()
+    small, _ = rw.compress(model, data[0][:1], keep=0.5, error="energy")
+    small.wide.requires_grad_(False)
+    small.body.train()
+    flags = {n: p.requires_grad for n, p in small.named_parameters()}
+    buffers = {n: b.clone() for n, b in small.named_buffers()}
+    found = [recover(small, model, data, steps=5, seed=3) for _ in range(2)]
+    for a, b in zip(found[0].state_dict().values(), found[1].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert {n: p.requires_grad for n, p in found[0].named_parameters()} == flags
+    assert all(p.grad is None for p in found[0].parameters())
+    assert found[0].body.training
+    assert not found[0].head.training
+    assert all(torch.equal(b, buffers[n]) for n, b in found[0].named_buffers()), "batch norms keep their statistics"
+
+
+def test_losses_fall_and_time_is_kept() -> None:
+    model, data = network(), images()
+    small, _ = rw.compress(model, data[0][:1], keep=0.4, error="energy")
+    losses = recover_(small, model, data, steps=40)
+    assert len(losses) == 40
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert recover_(small, model, data, steps=10**6, seconds=0.0) == []
+    assert recover_(small, model, data, steps=0) == []
+
+
+def test_bad_requests() -> None:
+    model, data = network(), images()
+    small, _ = rw.compress(model, data[0][:1], keep=0.5, error="energy")
+    assert "steps" in check_sentence(lambda: recover(small, model, data, steps=-1))
+    assert "empty" in check_sentence(lambda: recover(small, model, []))
+    assert "diverged" in check_sentence(lambda: recover(small, model, data, steps=50, rate=1e12))
+    assert "no inputs" in check_sentence(lambda: rw.compress(model, None, keep=0.5, error="energy", recover=3))
+
+
+def test_compress_recovers_at_the_end() -> None:
+    model, data = network(), images()
+    plain, _ = rw.compress(model, data[0][:1], keep=0.4, data=data)
+    better, plan = rw.compress(model, data[0][:1], keep=0.4, data=data, recover=40)
+    assert distance(model, better, data) < distance(model, plain, data)
+    assert sum(p.numel() for p in better.parameters()) == plan.after.params
+
+
+@pytest.mark.parametrize("extra", [["--data", "digits"], []])
+def test_command_line(tmp_path: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["compress", "digits-cnn", "--keep", "0.5", "--recover", "3", "--out", str(tmp_path / "o"), *extra]) == 0
+    )
+    assert "done" in capsys.readouterr().out
