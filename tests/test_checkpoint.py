@@ -503,3 +503,21 @@ def test_a_plan_that_cannot_be_written_is_refused_before_anything_is(folder: Pat
     for wrong in ({"x": float("nan")}, {"x": object()}, {"x": "\ud800"}):
         check_sentence(lambda w=wrong: rw.save(small, replace(plan, settings=w), folder))
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+class Versioned(nn.Sequential):
+    """Looks at the version that its state dict was written with, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local: dict[str, Any], *rest: Any) -> None:
+        assert local.get("version") == 2
+        super()._load_from_state_dict(state, prefix, local, *rest)
+
+
+def test_modules_that_ask_for_their_version(tmp_path: Path) -> None:
+    model = Versioned(nn.Linear(20, 20), nn.Linear(20, 20))
+    small, plan = rw.compress(model, keep=0.5)
+    rw.save(small, plan, tmp_path)
+    x = torch.randn(3, 20)
+    assert torch.equal(rw.load(tmp_path, model)(x), small(x))

@@ -150,5 +150,6 @@ def _load_state_(model: nn.Module, tensors: dict[str, Tensor], header: dict[str,
             raise RankwiseError(
                 f"{path} does not fit the model: {other!r} and {name!r} are one tensor there and differ in the file"
             )
+    here.update(state)  # its own state dict knows the versions of modules, which some of them ask for
     with torch.no_grad():
-        model.load_state_dict(state)
+        model.load_state_dict(here)
