@@ -111,20 +111,12 @@ def test_without_hints_about_padding_trials_refuse_the_trunk(monkeypatch: pytest
     assert len(found.free) == 9  # the insides of the blocks
 
 
-def test_a_layer_that_torch_pruning_stumbles_over_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch_pruning as tp
-
-    plain = tp.DependencyGraph.get_pruning_group
-
-    def stumble(self: Any, module: nn.Module, *rest: Any) -> Any:
-        if module.weight.shape[0] == 6:
-            raise KeyError("lost")
-        return plain(self, module, *rest)
-
-    monkeypatch.setattr(tp.DependencyGraph, "get_pruning_group", stumble)
+def test_a_layer_that_leads_round_in_circles_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where indices are mapped wrongly, following them need not end: there is a limit, and it is a reason."""
+    monkeypatch.setattr(graph, "LIMIT", 30)
     found = by_maker(study(*make("residual")))
-    assert "KeyError" in found["b1"].reason
-    assert not found["a1"].reason
+    assert found["stem"].reason == found["a2"].reason == graph.LOST
+    assert not found["b1"].reason
 
 
 @pytest.mark.parametrize("name", ["concat", "residual", "flat"])

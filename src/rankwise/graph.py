@@ -18,9 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from rankwise.errors import RankwiseError, need
 from rankwise.forward import run_example, tensors_of
-from rankwise.narrow import part_of
+from rankwise.narrow import Part, part_of
 
 Place = tuple[str, str, int]  # module, "out" or "in", index
+Names = dict[nn.Module, str]
+LIMIT = 2**22  # places that one layer may reach: a graph that is understood wrongly can go round in circles
+LOST = "torch-pruning cannot follow it"
 
 
 class Links:
@@ -102,24 +105,51 @@ def follow(model: nn.Module, example: Any) -> Links:
     `model` should be a copy: it is run with gradients, in eval mode.
     """
     graph, names = _build(model, example), {module: name for name, module in model.named_modules()}
+    parts = {module: part for module in names if (part := part_of(module, "")) is not None}
     links = Links()
     for module in list(graph.module2node):
-        name, part = names.get(module), part_of(module, "") if isinstance(module, nn.Module) else None
-        if name is None or part is None or part.layer is None:
+        part = parts.get(module) if isinstance(module, nn.Module) else None
+        if part is None or part.layer is None:
             continue
-        if all((name, "out", i) in links.parent for i in range(part.outputs)):
+        root = names[module]
+        if all((root, "out", i) in links.parent for i in range(part.outputs)):
             continue
-        try:
-            remove = graph.get_pruner_of_module(module).prune_out_channels
-            group = list(graph.get_pruning_group(module, remove, list(range(part.outputs))))
-        except Exception as err:  # whatever it stumbles over, the layer stays and says so
-            for i in range(part.outputs):
-                place = links.find((name, "out", i))
-                links.reasons.setdefault(place, f"torch-pruning cannot follow it ({type(err).__name__})")
-            continue
-        for item in group:
-            _link(links, graph, names, name, item.dep, item.idxs, item.root_idxs)
+        for i in range(part.outputs):
+            links.find((root, "out", i))
+        _spread(links, graph, names, parts, module)
     return links
+
+
+def _spread(links: Links, graph: Any, names: Names, parts: dict[nn.Module, Part], root: nn.Module) -> None:
+    """Follow the outputs of one layer along torch-pruning's dependencies, as far as there is something new.
+
+    A node is left where a reason to stay is found: whoever is behind it finds it too, from its own side.
+    """
+    tp = need("torch_pruning", extra="prune", purpose="removing filters")
+    start = [tp._helpers._HybridIndex(idx=i, root_idx=i) for i in range(parts[root].outputs)]
+    remove = graph.get_pruner_of_module(root).prune_out_channels
+    seen: dict[tuple[Any, Any], set[Any]] = {}
+    work = [(graph.module2node[root], remove, start)]
+    steps = 0
+    while work:
+        node, trigger, places = work.pop()
+        for dependency in node.dependencies:
+            if not dependency.is_triggered_by(trigger):
+                continue
+            there = places
+            for mapping in dependency.index_mapping:
+                there = there if mapping is None else mapping(there)
+            known = seen.setdefault((dependency.target, dependency.handler), set())
+            new = [p for p in dict.fromkeys(there) if p not in known]
+            known.update(new)
+            steps += len(new)
+            if steps > LIMIT:
+                for i in range(len(start)):
+                    links.reasons.setdefault((names[root], "out", i), LOST)
+                return
+            new = _link(links, graph, names, parts, names[root], dependency, new)
+            if new:
+                work.append((dependency.target, dependency.handler, new))
 
 
 def _build(model: nn.Module, example: Any) -> Any:
@@ -162,25 +192,29 @@ def _set(dependencies: Iterable[Any], target: Any, mapping: Any) -> None:
             dependency.index_mapping[0] = mapping
 
 
-def _link(links: Links, graph: Any, names: dict[nn.Module, str], root: str, dep: Any, idxs: Any, roots: Any) -> None:
-    """Note one module that must change with the outputs of the layer `root`."""
+def _link(
+    links: Links, graph: Any, names: Names, parts: dict[nn.Module, Part], root: str, dep: Any, places: list[Any]
+) -> list[Any]:
+    """Note one module that must change with outputs of the layer `root`; the places from where to go on."""
     module = dep.target.module
-    name, part = names.get(module), part_of(module, "") if isinstance(module, nn.Module) else None
-    reason = ""
+    reason, name = "", None
     if isinstance(module, nn.Parameter):
         reason = f"it meets the parameter {graph._param_to_name.get(module, '?')!r}, which no layer holds"
-    elif name is not None and part is None and not isinstance(module, nn.PReLU):
-        reason = f"it meets {name!r} ({type(module).__name__}), which takes all channels together"
-    elif part is not None and None in roots:
-        reason = f"torch-pruning cannot follow it to {name!r}"
-    if reason:
-        own = [r for r in roots if r is not None]
-        for i in own or range(len(idxs)):
-            links.reasons.setdefault((root, "out", i), reason)
-    elif name is not None and part is not None:
-        side = "in" if dep.handler.__name__ == "prune_in_channels" else "out"
-        wide = part.inputs if side == "in" else part.outputs
-        for i, r in zip(idxs, roots, strict=True):
-            links.join((root, "out", r), (name, side, i))
-            if not 0 <= i < wide:
-                links.reasons.setdefault((root, "out", r), f"torch-pruning's indices do not fit layer {name!r}")
+    elif module in names and module not in parts and not isinstance(module, nn.PReLU):
+        reason = f"it meets {names[module]!r} ({type(module).__name__}), which takes all channels together"
+    elif module in parts:
+        name = names[module]
+    side = "in" if dep.handler.__name__ == "prune_in_channels" else "out"
+    wide = 0 if name is None else parts[module].inputs if side == "in" else parts[module].outputs
+    further = []
+    for place in places:
+        at = (root, "out", place.root_idx)
+        if reason:
+            links.reasons.setdefault(at, reason)
+        elif name is not None and not 0 <= place.idx < wide:
+            links.reasons.setdefault(at, f"torch-pruning's indices do not fit layer {name!r}")
+        else:
+            if name is not None:
+                links.join(at, (name, side, place.idx))
+            further.append(place)
+    return further
