@@ -298,4 +298,6 @@ def _print_plan(plan: Plan, scores: dict[str, Any] | None) -> None:
     whole = show.held_filters(plan) if plan.pruned else whole
     if whole:
         terminal.print("left whole: " + "; ".join(whole))
+    for note in show.remarks(plan):
+        terminal.print(note)
     terminal.print(show.before_after_grid(plan, scores))

@@ -92,7 +92,7 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
         return _pruned_grid(plan)
     grid = Grid(title=f"plan by {plan.method} for {plan.budget}", title_justify="left")
     grid.add_column("layer", overflow="fold")
-    for name in ("weight", "fold"):
+    for name in ("weight", "by", "fold"):
         grid.add_column(name)
     for name in ("groups", "rank", f"error ({measure})", "params", "keep", "macs", "keep"):
         grid.add_column(name, justify="right")
@@ -101,9 +101,10 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
         grid.add_row(
             entry.name,
             "×".join(map(str, entry.shape)),
+            entry.decomposition,
             entry.fold,
             str(entry.groups),
-            str(entry.rank),
+            f"{entry.outer}×{entry.rank}" if entry.outer else str(entry.rank),
             f"{entry.error.get(measure, float('nan')):.4f}",
             count(after.params),
             percent(after.params, before.params),
@@ -111,6 +112,16 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
             percent(after.macs, before.macs),
         )
     return grid
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What the search says about itself that a reader should know."""
+    looked = {
+        "imagined": "no data was given: fitted on inputs imagined from the statistics of batch norms",
+        "calibration": "fitted on calibration inputs, without labels",
+    }
+    said = [looked.get(str(plan.search.get("inputs")), ""), str(plan.search.get("warning", ""))]
+    return [text for text in said if text]
 
 
 def _pruned_grid(plan: Plan) -> Grid:
