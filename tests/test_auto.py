@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import rankwise as rw
 from rankwise import data as images
 from rankwise import dream, effects, influence, networks, refit
 from rankwise.__main__ import main
+from rankwise.evaluate import evaluate
 from rankwise.influence import influences
 from rankwise.search import Settings
 from rankwise.train import fit_
@@ -43,6 +43,7 @@ def digits() -> nn.Module:
     """digits-cnn after a few epochs."""
     model = seeded(lambda: networks.build("digits-cnn"))
     fit_(model, images.load("digits", "train"), epochs=4)
+    model.zero_grad()
     return model.eval()
 
 
@@ -168,7 +169,8 @@ def test_the_metric_of_a_linear_network_is_that_of_its_matrices() -> None:
     b = model[1].weight.detach().double()
     close(found["0"].metric[0], b.t() @ b / spread_of(model(x)), 0.05)
     close(found["1"].metric[0], torch.eye(4, dtype=torch.float64) / spread_of(model(x)), 0.05)
-    torch.testing.assert_close(found["0"].seen.second_moment[0], (x.double().t() @ x.double()) / len(x))
+    assert found["0"].seen.count == 2 * influence.ROWS * 5  # not all of them are needed
+    close(found["0"].seen.second_moment[0], (x.double().t() @ x.double()) / len(x), 0.2)
 
 
 def test_the_outputs_move_as_foretold() -> None:
@@ -304,6 +306,35 @@ def test_batches_of_different_sizes_of_image() -> None:
     assert small(batches[1]).shape == model(batches[1]).shape
 
 
+class WithLoss(nn.Module):
+    """The first answer is a number for the whole batch, as where a loss comes with the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.last(self.first(x).relu())
+        return logits.square().mean(), logits
+
+
+def test_a_number_for_the_whole_batch_is_not_a_batch() -> None:
+    model = seeded(WithLoss)
+    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
+    found = influence_of(model, [x], x)
+    scale = spread_of(model(x)[1])
+    close(found["last"].metric[0], torch.eye(12, dtype=torch.float64) / scale, 0.4)
+
+
+def test_attention() -> None:
+    """Modules that would take a fast path around their layers."""
+    model = seeded(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)).eval()
+    x = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(0))
+    small, plan = rw.compress(model, x[:1], keep=0.8, data=[x])
+    assert {c.decomposition for c in plan.choices} == {"whitened"}
+    assert moved(model, small, x) < moved(model, as_svd(model, plan), x)
+
+
 # ---- the whole job ---------------------------------------------------------------------------------------
 
 
@@ -325,7 +356,6 @@ def test_the_whole_job(budget: dict[str, float], with_data: bool, tmp_path: Path
     assert macs_of(small, x[:1]) == plan.after.macs
     for unit, limit in (("params", budget.get("keep")), ("macs", budget.get("macs"))):
         assert limit is None or plan.keep(unit) <= limit
-    assert rw.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     rw.save(small, plan, tmp_path)
     assert rw.Plan.load(tmp_path / "plan.json") == plan
     assert torch.equal(rw.load(tmp_path, model).eval()(x), small(x))
@@ -382,20 +412,20 @@ def test_the_same_twice(with_data: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_generators_tensors_and_splits_are_data(digits: nn.Module) -> None:
+def test_generators_tensors_and_splits_are_data(plain: nn.Module) -> None:
     x = random_images(40, 1, 8, 8)
 
     def stream() -> Iterator[Tensor]:
         yield from torch.split(x, 8)
 
-    one, plan = rw.compress(digits, x[:1], keep=0.4, data=stream())
-    other, again = rw.compress(digits, x[:1], keep=0.4, data=list(stream()))
+    one, plan = rw.compress(plain, x[:1], keep=0.4, data=stream())
+    other, again = rw.compress(plain, x[:1], keep=0.4, data=list(stream()))
     assert plan == again
     assert moved(one, other, x) == 0
-    assert rw.compress(digits, x[:1], keep=0.4, data=x)[1].search["inputs"] == "calibration"
+    assert rw.compress(plain, x[:1], keep=0.4, data=x)[1].search["inputs"] == "calibration"
     few = images.load("digits", "calibration")
-    one, plan = rw.compress(digits, x[:1], keep=0.4, data="digits")
-    other, again = rw.compress(digits, x[:1], keep=0.4, data=few)
+    one, plan = rw.compress(plain, x[:1], keep=0.4, data="digits")
+    other, again = rw.compress(plain, x[:1], keep=0.4, data=few)
     assert plan == again
     assert moved(one, other, x) == 0
 
@@ -444,7 +474,9 @@ def failing(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("module", [effects, refit], ids=["while planning", "while fitting"])
 @pytest.mark.parametrize("with_data", [True, False])
-def test_numbers_that_fail_leave_the_weights(module: Any, with_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_fail_leave_the_weights(
+    module: Any, with_data: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     model, x = mixed(), random_images()
     wanted = rw.compress(model, x[:1], keep=0.5, error="energy")[1]
     monkeypatch.setattr(module, "fit", failing)
@@ -455,7 +487,8 @@ def test_numbers_that_fail_leave_the_weights(module: Any, with_data: bool, monke
     assert "\n" not in plan.search["warning"]
     assert plan.layers == wanted.layers
     assert numel(small) == plan.after.params
-    assert rw.Plan.from_json(plan.to_json()) == plan
+    plan.save(tmp_path / "plan.json")
+    assert rw.Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_one_image_and_dead_channels_are_enough() -> None:
@@ -474,16 +507,19 @@ def test_one_image_and_dead_channels_are_enough() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes(digits: nn.Module, seen: list[Tensor], held_out: Tensor, dtype: torch.dtype) -> None:
-    """Images of 0 to 255 instead of 0 to 1: squares of what flows overflow float16."""
+    """Activations of some hundreds: fine in float16, but sums of their squares are not."""
     model = copy.deepcopy(digits)
-    model.conv1.weight.data /= 255
+    model.bn1.weight.data *= 100
+    model.bn1.bias.data *= 100
+    model.conv2.weight.data /= 100
+    assert float(moved(model, digits, held_out)) < 1e-6
     model = model.to(dtype)
-    big = [255 * x for x in seen]
-    small, plan = rw.compress(model, big[0][:1], keep=0.5, data=big)
+    small, plan = rw.compress(model, seen[0][:1], keep=0.25, data=seen)
     assert all(p.dtype == dtype for p in small.parameters())
     assert "warning" not in plan.search
+    assert "conv2" in {c.name for c in plan.choices}
     with torch.no_grad():
-        assert float((small(255 * held_out.to(dtype)).argmax(1) == digits(held_out).argmax(1)).float().mean()) > 0.9
+        assert float((small(held_out.to(dtype)).argmax(1) == digits(held_out).argmax(1)).float().mean()) > 0.9
 
 
 def test_a_table_of_effects_can_be_saved(plain: nn.Module, seen: list[Tensor], tmp_path: Path) -> None:
@@ -540,7 +576,7 @@ def test_fitted_factors_are_closer_than_those_of_the_weights(
         assert moved(model, small, x) < moved(model, other, x)
 
 
-@pytest.mark.parametrize("keep", [0.2, 0.4, 0.7])
+@pytest.mark.parametrize("keep", [0.2, 0.4])
 @pytest.mark.parametrize("name", ["digits", "plain"])
 def test_data_is_never_worse_than_none_on_real_digits(
     name: str, keep: float, request: pytest.FixtureRequest, held_out: Tensor
@@ -739,23 +775,22 @@ def test_the_command_line(
     weights = tmp_path / "digits.safetensors"
     save_file(digits.state_dict(), weights)
     common = ["compress", "digits-cnn", "--weights", weights, *(["--data", "digits"] if with_data else [])]
-    status, out, _ = run(capsys, *common, "--keep", 0.5, "--out", tmp_path / "o", "--json")
+    folder = tmp_path / "o"
+    status, out, _ = run(capsys, *common, "--keep", 0.5, "--out", folder)
     assert status == 0
-    said = json.loads(out)
-    assert said["plan"]["search"]["inputs"] == ("calibration" if with_data else "imagined")
-    assert said["verified"]
-    if with_data:
-        assert said["scores"]["after"]["top1"] > said["scores"]["before"]["top1"] - 3
-    small = rw.load(tmp_path / "o", digits)
-    same, plan = rw.compress(digits, torch.zeros(1, 1, 8, 8), keep=0.5, data="digits" if with_data else None)
-    assert rw.Plan.load(tmp_path / "o" / "plan.json").layers == plan.layers
+    assert "done" in out
+    plan = rw.Plan.load(folder / "plan.json")
+    inputs = "calibration" if with_data else "imagined"
+    assert plan.search["inputs"] == inputs
+    small = rw.load(folder, digits)
+    same, wanted = rw.compress(digits, torch.zeros(1, 1, 8, 8), keep=0.5, data="digits" if with_data else None)
+    assert plan.layers == wanted.layers
     assert moved(small, same, held_out) < 1e-6
-    status, out, _ = run(capsys, *common, "--keep", 0.5, "--dry-run")
-    assert status == 0
-    assert ("calibration" if with_data else "imagined") in out
-    status, out, err = run(capsys, *common[:4], "--plan", tmp_path / "o" / "plan.json", "--dry-run")
+    assert evaluate(small, images.load("digits")).top1 > evaluate(digits, images.load("digits")).top1 - 3
+    status, printed, err = run(capsys, *common[:4], "--plan", folder / "plan.json", "--dry-run")
     assert status == 2
-    assert out == ""
+    assert printed == ""
     assert err.startswith("rankwise: ")
     assert err.count("\n") == 1
     assert "calibration data" in err
+    assert inputs in out  # people are told what it looked at

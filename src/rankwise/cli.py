@@ -161,7 +161,7 @@ def compress(
     else:
         _only_with_a_search(keep, budget, changes)
         found = Plan.load(plan)
-    small = build_network(network, found, seen)
+    small, found = build_network(network, found, seen)
     if recover:
         with show.progress("recovery") as report:
             source: Any = seen.data

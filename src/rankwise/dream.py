@@ -36,7 +36,10 @@ def imagine(model: nn.Module, example: Any, macs: int | None, seed: int = 0) -> 
     found = []
     for size in [BATCH] * (count // BATCH) + ([count % BATCH] if count % BATCH else []):
         start = smooth_noise((size, *example.shape[1:]), random).to(like)
-        found.append(_improve(model, start, norms, steps))
+        try:
+            found.append(_improve(model, start, norms, steps))
+        except Exception:  # nobody asked for images: the weights will do
+            return None
     return found if all(bool(torch.isfinite(x).all()) for x in found) else None
 
 
@@ -70,7 +73,7 @@ def _improve(model: nn.Module, start: Tensor, norms: list[nn.Module], steps: int
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
             for _ in range(steps):
                 gaps.clear()
-                model(images)
+                model(images.clone())  # a network may work in place
                 if not gaps:
                     return start
                 (images.grad,) = torch.autograd.grad(torch.stack(gaps).mean(), [images])

@@ -55,7 +55,7 @@ def run_example(model: nn.Module, example: Any) -> Any:
     def ready(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+        return value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
 
     try:
         if isinstance(example, Mapping):

@@ -53,7 +53,7 @@ def influences(
     outputs: dict[str, list[Tensor]] = {}
     random = torch.Generator().manual_seed(seed)
     count = images = 0
-    answers = Moments()
+    answers: dict[int, Moments] = {}
 
     def watch(layer: Layer) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -75,15 +75,14 @@ def influences(
             for count, batch in enumerate(batches(data), start=1):  # noqa: B007
                 outputs.clear()
                 answer = [t for t in tensors_of(run_example(model, batch)) if t.is_floating_point()]
-                images += len(answer[0]) if answer and answer[0].ndim else 1
+                images += next((len(t) for t in answer if t.ndim), 1)
                 _add_answers(answers, answer)
                 _add_metrics(found, outputs, answer, layers, random)
     finally:
         for handle in handles:
             handle.remove()
     check_some(count)
-    variance = float(answers.covariance.diagonal(dim1=1, dim2=2).sum())
-    scale = max(variance, 1e-12 * float(answers.mean.square().sum()), 1e-300) * max(1, images) * DRAWS
+    scale = _variance(answers) * max(1, images) * DRAWS
     for one in found.values():
         one.metric = one.metric / scale
     return found
@@ -114,11 +113,23 @@ def some_patches(layer: Layer, given: Tensor, output: Tensor, random: torch.Gene
     return rows, there
 
 
-def _add_answers(answers: Moments, answer: list[Tensor]) -> None:
-    """The mean square of what the network says, entry by entry; only the diagonal is needed, so entries are groups."""
-    if answer and answer[0].ndim:
+def _add_answers(answers: dict[int, Moments], answer: list[Tensor]) -> None:
+    """What the network says, entry by entry: only variances are needed, so every entry is a group of its own.
+
+    Outputs of another size, as larger images may give, are other entries.
+    """
+    answer = [t for t in answer if t.ndim]
+    if answer:
         flat = torch.cat([t.detach().reshape(len(answer[0]), -1) for t in answer if len(t) == len(answer[0])], dim=1)
-        answers.add(flat.t()[:, :, None])
+        answers.setdefault(flat.shape[1], Moments()).add(flat.t()[:, :, None])
+
+
+def _variance(answers: dict[int, Moments]) -> float:
+    """Of an input's outputs, summed over their entries; of their squares where they never vary."""
+    count = max(1, sum(one.count for one in answers.values()))
+    varied = sum(float(one.scatter.sum()) for one in answers.values()) / count
+    energy = sum(one.count * float(one.mean.square().sum()) for one in answers.values()) / count
+    return max(varied, 1e-12 * energy, 1e-300)
 
 
 def _add_metrics(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class Seen:
     data: Any = None
     influence: Mapping[str, Influence] = field(default_factory=dict)
     least: float = 0.0  # how far moments are drawn towards the identity at least
+    otherwise: Callable[[LinAlgError], tuple[Plan, Seen]] | None = None  # if fitting fails: a plan from weights alone
 
 
 def find(
@@ -64,9 +65,14 @@ def find(
         found = _auto(model, example, coverage, settings, budget, title, data, progress)
         if found is not None:
             return found
-    elif settings.error == "effect":
+    elif settings.error == "effect" or "whitened" in settings.decompositions:
         if data is None:
             raise no_data(settings)
+        if settings.error != "effect" or not {"whitened"} <= set(settings.decompositions) <= {"whitened", "svd"}:
+            raise RankwiseError(
+                f"error={settings.error!r} with decompositions={settings.decompositions!r} was asked for: 'effect' and "
+                f"'whitened' are known together only, and method='auto' with data= takes both"
+            )
         return _by_effect(model, coverage, settings, budget, method, title, data, progress, "calibration", 0.0)
     table = table_for(model, coverage, settings, data, progress)
     return find_plan(table, budget, settings, method, title), Seen(table.moments)
@@ -89,12 +95,17 @@ def _auto(
     if data is None:
         return None
     wanted = replace(settings, error="effect", decompositions=("whitened", "svd"))
-    try:
-        return _by_effect(model, coverage, wanted, budget, "auto", title, data, progress, inputs, least)
-    except LinAlgError as err:  # numbers that no shrinking could save: the weights alone will do
+
+    def otherwise(err: LinAlgError) -> tuple[Plan, Seen]:
         plan, seen = find(model, example, coverage, settings, budget, "auto", title)
         warning = f"calibration failed ({str(err).splitlines()[0]}), so this plan looks at the weights alone"
         return replace(plan, search={**plan.search, "warning": warning}), seen
+
+    try:
+        plan, seen = _by_effect(model, coverage, wanted, budget, "auto", title, data, progress, inputs, least)
+    except LinAlgError as err:  # numbers that no shrinking could save: the weights alone will do
+        return otherwise(err)
+    return plan, replace(seen, otherwise=otherwise)
 
 
 def _by_effect(
@@ -115,11 +126,17 @@ def _by_effect(
     return replace(plan, search={**plan.search, "inputs": inputs}), Seen({}, given, influence, least)
 
 
-def build_network(model: nn.Module, plan: Plan, seen: Seen) -> nn.Module:
-    """A copy of the model that follows the plan."""
+def build_network(model: nn.Module, plan: Plan, seen: Seen) -> tuple[nn.Module, Plan]:
+    """A copy of the model that follows the plan, and that plan: another one if the data could not be fitted."""
     if seen.data is None:
-        return apply_plan(model, plan, seen.moments)
-    return apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least)
+        return apply_plan(model, plan, seen.moments), plan
+    try:
+        return apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least), plan
+    except LinAlgError as err:
+        if seen.otherwise is None:
+            raise RankwiseError(f"the calibration data could not be fitted ({err}): give more of it") from None
+        plan, seen = seen.otherwise(err)
+        return apply_plan(model, plan, seen.moments), plan
 
 
 def compress(
@@ -152,7 +169,7 @@ def compress(
     source = calibration(data, example)
     title, free = type(model).__name__, is_free(method, changes)
     plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free)
-    small = build_network(model, plan, seen)
+    small, plan = build_network(model, plan, seen)
     return (recovered(small, model, seen.data or source, recover), plan) if recover else (small, plan)
 
 

@@ -89,15 +89,16 @@ def _target(
             run_example(small, batch)
             for (_, wanted), (given, _) in zip(ours, theirs, strict=True):
                 rows, there = some_patches(layer, given, wanted, random)
-                square = square + (rows.transpose(1, 2) @ rows).to("cpu", torch.float64)
+                rows, there = rows.to("cpu", torch.float64), there.to("cpu", torch.float64)
+                square = square + rows.transpose(1, 2) @ rows
                 count += rows.shape[1]
                 if there.shape[1]:
-                    there = there if weight.bias is None else there - weight.bias
+                    there = there if weight.bias is None else there - weight.bias.to("cpu", torch.float64)
                     outputs = torch.unflatten(there, 1, (layer.groups, -1)).transpose(0, 1)
                     cross = cross + (outputs.transpose(1, 2) @ rows).to("cpu", torch.float64)
     share = max(least, share_for(count, square.shape[-1]))
     moment = shrunk(square / count, share)
-    if not cross.ndim:
+    if not cross.ndim or not bool(moment.diagonal(dim1=1, dim2=2).sum(1).all()):
         return weight.weight.detach(), moment
     plain = canonical(weight.weight.detach(), layer).flatten(2).to("cpu", torch.float64)
     ridge = moment - (1 - share) * square / count

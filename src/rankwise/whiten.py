@@ -105,7 +105,7 @@ def _encoders(slices: Tensor, outputs: int, scale: Tensor | None, blocks: Tensor
     missing = k * columns - len(same)
     if missing:
         same = torch.constant_pad_nd(same, (0, missing, 0, missing))
-    least = FLOOR * float(same.diagonal().mean()) + 1e-300
+    least = FLOOR * float(same.diagonal().mean()) or 1.0  # nothing was seen: any unit will do
     rank = min(rows, columns)
     found = []
     for i, matrix in enumerate(slices):
@@ -130,8 +130,13 @@ def _features(rows: Tensor, encoder: Tensor, blocks: Tensor, layer: Layer, optio
     seen = torch.einsum("axby,vy->axvb", blocks, wide)
     square = torch.einsum("ux,axvb->uavb", wide, seen).reshape(rank * k * len(blocks), -1)
     cross = torch.einsum("fax,axvb->fvb", rows, seen).reshape(len(rows), -1)
-    small = JITTER * float(square.diagonal().mean()) + 1e-300
-    return torch.linalg.cholesky(square + small * torch.eye(len(square), dtype=square.dtype)), cross
+    small = JITTER * max(1.0, float(square.diagonal().mean()))
+    unit = torch.eye(len(square), dtype=square.dtype)
+    for more in (1.0, 10.0, 100.0):
+        root, info = torch.linalg.cholesky_ex(square + more * small * unit)
+        if not int(info):
+            return root, cross
+    return torch.linalg.cholesky(square + 1e3 * small * unit), cross
 
 
 def _errors(rows: Tensor, scale: Tensor | None, blocks: Tensor, root: Tensor, cross: Tensor, rank: int) -> Array:
