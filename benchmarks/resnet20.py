@@ -49,7 +49,7 @@ ROWS = (
     ("alds+ (`bound`)", "alds+", {}),
     ("alds+, `max`", "alds+", {"error": "max"}),
     ("alds+, `max`, minimax", "alds+", {"error": "max", "search": "minimax"}),
-    ("auto (Σ `energy`, four folds)", "auto", {}),
+    ('auto with `error="energy"` (Σ `energy`, four folds, weights alone)', "auto", {"error": "energy"}),
 )
 
 
