@@ -131,7 +131,7 @@ def exact_metric(tail: nn.Module, z: Tensor, dims: int) -> Tensor:
     return total / len(z)
 
 
-def close(got: Tensor, wanted: Tensor, share: float = 0.1) -> None:
+def check_close(got: Tensor, wanted: Tensor, share: float = 0.1) -> None:
     assert float((got - wanted).norm() / wanted.norm()) < share
 
 
@@ -157,9 +157,9 @@ def test_the_metric_is_that_of_the_exact_jacobian(monkeypatch: pytest.MonkeyPatc
         if name == "2":
             assert found[name].metric.shape == (2, 3, 3)
             for g in range(2):
-                close(found[name].metric[g], wanted[3 * g : 3 * g + 3, 3 * g : 3 * g + 3])
+                check_close(found[name].metric[g], wanted[3 * g : 3 * g + 3, 3 * g : 3 * g + 3])
         else:
-            close(found[name].metric[0], wanted)
+            check_close(found[name].metric[0], wanted)
 
 
 def test_the_metric_of_a_linear_network_is_that_of_its_matrices() -> None:
@@ -167,10 +167,10 @@ def test_the_metric_of_a_linear_network_is_that_of_its_matrices() -> None:
     x = torch.randn(20_000, 5, generator=torch.Generator().manual_seed(0))
     found = influence_of(model, [x[:12_000], x[12_000:]])
     b = model[1].weight.detach().double()
-    close(found["0"].metric[0], b.t() @ b / spread_of(model(x)), 0.05)
-    close(found["1"].metric[0], torch.eye(4, dtype=torch.float64) / spread_of(model(x)), 0.05)
+    check_close(found["0"].metric[0], b.t() @ b / spread_of(model(x)), 0.05)
+    check_close(found["1"].metric[0], torch.eye(4, dtype=torch.float64) / spread_of(model(x)), 0.05)
     assert found["0"].seen.count == 2 * influence.ROWS * 5  # not all of them are needed
-    close(found["0"].seen.second_moment[0], (x.double().t() @ x.double()) / len(x), 0.2)
+    check_close(found["0"].seen.second_moment[0], (x.double().t() @ x.double()) / len(x), 0.2)
 
 
 def test_the_outputs_move_as_foretold() -> None:
@@ -252,8 +252,8 @@ def test_integers_dicts_and_shared_layers(monkeypatch: pytest.MonkeyPatch) -> No
     scale = spread_of(torch.cat([out["logits"], out["more"][0]], dim=1))
     # a position moves the logits by a third of last, and the first position is itself an answer
     second = last.t() @ last / 3 + torch.eye(16, dtype=torch.float64)
-    close(found["shared"].metric[0], (second + w.t() @ second @ w) / scale)
-    close(found["last"].metric[0], torch.eye(12, dtype=torch.float64) / scale)
+    check_close(found["shared"].metric[0], (second + w.t() @ second @ w) / scale)
+    check_close(found["last"].metric[0], torch.eye(12, dtype=torch.float64) / scale)
     small, plan = rw.compress(model, tokens, keep=0.8, data=[tokens])
     assert "unused" not in {c.name for c in plan.choices}
     assert numel(small) == plan.after.params
@@ -323,7 +323,7 @@ def test_a_number_for_the_whole_batch_is_not_a_batch() -> None:
     x = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
     found = influence_of(model, [x], x)
     scale = spread_of(model(x)[1])
-    close(found["last"].metric[0], torch.eye(12, dtype=torch.float64) / scale, 0.4)
+    check_close(found["last"].metric[0], torch.eye(12, dtype=torch.float64) / scale, 0.4)
 
 
 def test_attention() -> None:
