@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise.budget import Budget
@@ -27,6 +27,7 @@ from rankwise.surgery import apply_plan
 from rankwise.table import Progress
 
 IMAGINED = 0.1  # how far moments of imagined inputs are drawn towards the identity
+ENTRIES = 1 << 21  # of a batch of images: 13 of 3×224×224
 
 
 def is_free(method: str, changes: Mapping[str, Any]) -> bool:
@@ -120,10 +121,17 @@ def _by_effect(
     inputs: str,
     least: float,
 ) -> tuple[Plan, Seen]:
-    given = list(batches(data))  # read for every layer
+    given = [part for batch in batches(data) for part in _parts(batch)]  # read for every layer
     table, influence = effect_table(model, coverage, settings, given, progress, least)
     plan = find_plan(table, budget, settings, method, title)
     return replace(plan, search={**plan.search, "inputs": inputs}), Seen({}, given, influence, least)
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    """A large batch of images in smaller ones, since the gradients of all layers are held at once."""
+    if not isinstance(batch, Tensor) or batch.ndim != 4 or batch.numel() <= ENTRIES:
+        return (batch,)
+    return batch.split(max(1, ENTRIES * len(batch) // batch.numel()))
 
 
 def build_network(model: nn.Module, plan: Plan, seen: Seen) -> tuple[nn.Module, Plan]:
