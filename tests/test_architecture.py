@@ -15,7 +15,8 @@ FLOORS = [
     "table table_file plan budget menu allocate knapsack unbudgeted search",
     "modules pairs narrow forward coverage surgery checkpoint graph trials channels",
     "images sources data probe sensitivity pruning influence effects refit recover dream methods job",
-    "zoo spec factory weights vision networks evaluate augment feed recipes engine state train lc material",
+    "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state train lc "
+    "material",
     "results pipeline",
     "charts report demo flags show live train_cli cli __main__ __init__",
 ]

@@ -34,7 +34,7 @@ from rankwise.surgery import copy_model, match_layers, replace_layers_
 from rankwise.whiten import fit, root_of, share_for, shrunk
 
 NAME = "whitened"
-WORK = 4 * 10**12  # multiply-adds to spend on running both networks; at least one pass
+WORK = 4 * 10**12  # multiply-adds to spend on running both networks; one pass at least
 Task = tuple[Choice, Layer]
 
 
@@ -46,25 +46,40 @@ def apply_fitted(
     moments: Mapping[str, Any] | None = None,
     least: float = 0.0,
     seed: int = 0,
+    work: int | None = None,
 ) -> nn.Module:
     """A copy of the model that follows the plan, its `whitened` choices fitted on the data one after the other.
 
-    `least` is how far moments are drawn towards the identity at least.
+    `least` is how far moments are drawn towards the identity at least. `work` is how many multiply-adds may be spent on
+    running the networks, WORK unless given; with 0 nothing is run, and layers do not make up for each other.
     """
     later = {choice.name for choice in plan.choices if choice.decomposition == NAME}
     tasks = [(choice, layer) for choice, layer in match_layers(model, plan) if choice.name in later]
     small = copy_model(model)
     replace_layers_(small, plan, fill=True, moments=moments, later=later)
-    for together in _passes(model, tasks, data):
+    passes = _passes(model, tasks, data, work)
+    if len(passes) < len(tasks):  # until they are fitted in order, what the original network gives them will do
+        for choice, layer in tasks:
+            one = influence.get(layer.name)
+            if one is not None and one.whole and one.seen.count:
+                share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
+                _fit_(small, choice, layer, _weight(model, layer), shrunk(one.seen.second_moment, share), one)
+    for together in passes:
         sums = _side_by_side(model, small, together, data, seed)
         for choice, layer in together:
             weight, moment = sums.pop(layer.name).target(_weight(model, layer), layer, least)
-            metric = root_of(influence[layer.name].metric) if layer.name in influence else None
-            found = fit(weight, layer, choice.option, moment, metric, choice.rank)
-            pair = small.get_submodule(layer.name)
-            assert isinstance(pair, nn.Sequential)
-            put_weights_(pair, *pair_weights(*found.factors(choice.rank), layer, choice.option), layer)
+            _fit_(small, choice, layer, weight, moment, influence.get(layer.name))
     return small
+
+
+def _fit_(
+    small: nn.Module, choice: Choice, layer: Layer, weight: Tensor, moment: Tensor, influence: Influence | None
+) -> None:
+    metric = None if influence is None else root_of(influence.metric)
+    found = fit(weight, layer, choice.option, moment, metric, choice.rank)
+    pair = small.get_submodule(layer.name)
+    assert isinstance(pair, nn.Sequential)
+    put_weights_(pair, *pair_weights(*found.factors(choice.rank), layer, choice.option), layer)
 
 
 def _weight(model: nn.Module, layer: Layer) -> Tensor:
@@ -73,8 +88,10 @@ def _weight(model: nn.Module, layer: Layer) -> Tensor:
     return weight
 
 
-def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any]) -> list[list[Task]]:
+def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any], work: int | None) -> list[list[Task]]:
     """Layers in the order in which they first run, those of one pass together; those that never run are left out."""
+    if work == 0:
+        return []
     order: dict[str, int] = {}
     counter, runs = FlopCounterMode(display=False), 0
 
@@ -97,8 +114,8 @@ def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any]) -> list[li
         for handle in handles:
             handle.remove()
     ordered = sorted([task for task in tasks if task[1].name in order], key=lambda task: order[task[1].name])
-    work = runs * counter.get_total_flops()  # macs of both networks in one pass
-    count = max(1, min(len(ordered), WORK // max(1, work)))
+    each = runs * counter.get_total_flops()  # macs of both networks in one pass
+    count = max(1, min(len(ordered), (work or WORK) // max(1, each)))
     cuts = [i * len(ordered) // count for i in range(count + 1)]
     return [ordered[start:end] for start, end in pairwise(cuts) if end > start]
 

@@ -14,6 +14,7 @@ from rich.table import Table as Grid
 
 from rankwise.layer import Coverage
 from rankwise.plan import Plan
+from rankwise.smallest import Trial
 from rankwise.table import Progress as Report
 
 
@@ -122,6 +123,21 @@ def remarks(plan: Plan) -> list[str]:
     }
     said = [looked.get(str(plan.search.get("inputs")), ""), str(plan.search.get("warning", ""))]
     return [text for text in said if text]
+
+
+def expectation(expected: dict[str, Any], split: str) -> str:
+    """A forecast in a sentence."""
+    return (
+        f"expected on {split}: {-expected['drop']:+.2f} points of top-1, between {-expected['high']:+.2f} and "
+        f"{-expected['low']:+.2f}; {expected['turned']:.1f} % of the answers change (on {expected['n']:,} inputs)"
+    )
+
+
+def trial(tried: Trial, unit: str) -> str:
+    """One size that was tried for --max-drop."""
+    if tried.drop is None or tried.keep is None:
+        return f"{unit} {tried.asked:.3f}: no plan is that small"
+    return f"{unit} {tried.keep:.3f}: {-tried.drop:+.2f} points"
 
 
 def _pruned_grid(plan: Plan) -> Grid:
