@@ -1,9 +1,10 @@
-"""Reports without a browser: what is embedded is what was read, nothing from a row is code, and bad input is refused."""
+"""Reports without a browser: what is embedded is what was read, no text becomes code, bad input is refused."""
 
 from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,7 @@ from rankwise.embed import Book, columns, evenly, script_json, unpack
 
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\u2028 $x_1$ '\""
 values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -90,7 +87,7 @@ class TestEmbedding:
         assert found == sorted(set(found))
         if 2 <= most < count:
             assert (found[0], found[-1]) == (0, count - 1)
-            gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
+            gaps = [b - a for a, b in pairwise(found)]
             assert max(gaps) - min(gaps) <= 1
 
 
