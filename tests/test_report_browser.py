@@ -62,10 +62,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_plans(tmp_path_factory.mktemp("results"))
 
 
+@pytest.fixture(scope="module")
+def written(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    report.write_report(results, path, paper=PAPER)
+    return path
+
+
 @pytest.fixture
-def reader(browser: Any, results: Path, tmp_path: Path) -> Iterator[Reader]:
-    report.write_report(results, tmp_path / "report.html", paper=PAPER)
-    found = Reader(browser, tmp_path / "report.html")
+def reader(browser: Any, written: Path) -> Iterator[Reader]:
+    found = Reader(browser, written)
     yield found
     found.close_and_check()
 
@@ -194,9 +200,8 @@ def test_everything_can_be_reached_and_has_a_name(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_follow_the_system_and_the_button(browser: Any, results: Path, tmp_path: Path, scheme: str) -> None:
-    report.write_report(results, tmp_path / "report.html")
-    reader = Reader(browser, tmp_path / "report.html", color_scheme=scheme)
+def test_colours_follow_the_system_and_the_button(browser: Any, written: Path, scheme: str) -> None:
+    reader = Reader(browser, written, color_scheme=scheme)
     paper = "getComputedStyle(document.body).backgroundColor"
     line = "document.getElementById('chart-params').data.at(-1).line.color"
     first = [reader.page.evaluate(paper), reader.page.evaluate(line)]

@@ -72,7 +72,7 @@ def run_demo(out: Path, seed: int = 0, progress: Progress | None = None) -> dict
     title = f"Handwritten digits: {len(METHODS)} methods, {len(KEEPS)} budgets, {REPEATS} networks"
     written = write_report(out, out / "report.html", title)
     say("", total, total)
-    return {**written, "rows": rows}
+    return {**written, "reference": rows[0]["reference"], "rows": rows}
 
 
 @contextmanager

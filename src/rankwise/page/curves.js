@@ -109,7 +109,7 @@ function published(unit) {
     const mine = entries.filter((e) => e.method === method).sort((a, b) => a[CUT[unit]] - b[CUT[unit]]);
     const label = DATA.labels.find((entry) => bare(entry.label) === bare(method));
     const tint = label ? colour(label.label) : ink("muted");
-    const symbol = label ? label.marker : Object.keys(SHAPES)[i % 11];
+    const symbol = label ? label.marker : Object.keys(SHAPES)[10 - (i % 11)];
     const base = state.vertical === "score" ? panel().reference[0] : 0;
     return {
       x: mine.map((e) => e[CUT[unit]]), y: mine.map((e) => base + e.delta_top1), type: "scatter", mode: "lines+markers",
@@ -181,7 +181,7 @@ function drawDelta() {
     sort: (row) => cut(row, d),
     show: (row) => {
       const point = row.cells[d];
-      if (point === null) return el("span", { class: "muted" }, "–");
+      if (point === null) return el("span", { class: "muted none", title: "No result within this loss" }, "–");
       const open = () => showRows(`${row.line.name}, δ = ${delta} %: asked to keep ${point.asked}`, point.rows);
       const small = `${signed(point.change[0])}` + (point.cut[other] ? ` · ${percent(point.cut[other][0])}` : "");
       const cell = el("button", { type: "button", class: "cell", onclick: open, title: "Where this number comes from" }, el("span", { class: cut(row, d) === best[d] ? "best" : null }, percent(cut(row, d))), el("small", {}, small));
