@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from math import sqrt
+from statistics import fmean
 from typing import Any
 
 Row = dict[str, Any]
@@ -109,7 +110,10 @@ def pair(values: Sequence[float]) -> Pair:
     >>> pair([5.0])
     (5.0, None)
     """
-    return fmean(values), stdev(values) if len(values) > 1 else None
+    mean = fmean(values)
+    if len(values) == 1:
+        return mean, None
+    return mean, sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
 def _panel(rows: Sequence[Row], key: tuple[str, str, str, str], members: list[int]) -> Panel:

@@ -158,37 +158,46 @@ Key = tuple[str, str, str, str]
 def _plans(folder: Path, rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[Key, list[dict[str, Any]]], int]:
     """A book of plans and, for each panel, shelves: one for each line, with its plans by budget.
 
-    Of several repeats at one budget the first row's plan is taken. Where the plans of all lines would be more than
-    PLAN_BYTES, every line gives up some, evenly over its budgets.
+    Of several repeats at one budget the first row's plan is taken.
     """
     lines: dict[tuple[Key, tuple[str, str, str]], dict[Any, int]] = {}
     for at, row in enumerate(rows):
         if row["status"] == "done" and row.get("plan"):
             budgets = lines.setdefault((curves.panel_key(row), curves.line_key(row)), {})
             budgets.setdefault(row.get("asked"), at)
-    cache: dict[str, dict[str, Any]] = {}
-    cap = MOST_PLANS
-    while True:
-        book = Book()
-        shelves: dict[Key, list[dict[str, Any]]] = {}
-        for (panel, (label, unit, mode)), budgets in lines.items():
-            ordered = sorted(budgets.values(), key=lambda at: (rows[at].get("asked") or 0.0, at))
-            kept = [ordered[i] for i in evenly(len(ordered), cap)]
-            plans = [book.add(_read_plan(folder, rows[at]["plan"], cache)) for at in kept]
-            shelf = {"label": label, "unit": unit, "mode": mode, "rows": kept, "plans": plans, "of": len(ordered)}
-            shelves.setdefault(panel, []).append(shelf)
-        if cap <= 2 or sum(map(len, book.plans)) <= PLAN_BYTES:
-            return book.to_json(), shelves, cap
-        cap //= 2
+    ordered = {
+        line: sorted(budgets.values(), key=lambda at: (rows[at].get("asked") or 0.0, at))
+        for line, budgets in lines.items()
+    }
+    cap = _cap([(len(at), _packed_size(folder, rows[at[len(at) // 2]]["plan"])) for at in ordered.values()])
+    book = Book()
+    shelves: dict[Key, list[dict[str, Any]]] = {}
+    for (panel, (label, unit, mode)), members in ordered.items():
+        kept = [members[i] for i in evenly(len(members), cap)]
+        plans = [book.add(_read_plan(folder, rows[at]["plan"])) for at in kept]
+        shelf = {"label": label, "unit": unit, "mode": mode, "rows": kept, "plans": plans, "of": len(members)}
+        shelves.setdefault(panel, []).append(shelf)
+    return book.to_json(), shelves, cap
 
 
-def _read_plan(folder: Path, name: str, cache: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    if name not in cache:
-        path = _inside(folder, name)
-        text = jsonio.read(path)
-        Plan.loads(text, str(path))  # refuses what could not be replayed
-        cache[name] = json.loads(text)
-    return cache[name]
+def _cap(lines: list[tuple[int, int]]) -> int:
+    """How many plans every line may have, for lines of (plans, bytes of one of them): PLAN_BYTES in all, at least 2."""
+    fits = (cap for cap in range(MOST_PLANS, 2, -1) if sum(min(cap, n) * size for n, size in lines) <= PLAN_BYTES)
+    return next(fits, 2)
+
+
+def _packed_size(folder: Path, name: str) -> int:
+    book = Book()
+    book.add(_read_plan(folder, name))
+    return sum(map(len, book.plans))
+
+
+def _read_plan(folder: Path, name: str) -> dict[str, Any]:
+    path = _inside(folder, name)
+    text = jsonio.read(path)
+    Plan.loads(text, str(path))  # refuses what could not be replayed
+    body: dict[str, Any] = json.loads(text)
+    return body
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -127,6 +127,7 @@ function layout(more) {
     font: { family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 13, color: ink("ink") },
     margin: { t: 12, r: 12, b: 44, l: 52 },
     showlegend: false,
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: ink("muted"), activecolor: ink("ink") },
     hovermode: "closest",
     hoverlabel: { align: "left", bgcolor: ink("surface"), bordercolor: ink("muted"), font: { color: ink("ink"), size: 13 } },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",

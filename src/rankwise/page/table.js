@@ -67,20 +67,25 @@ function sortable(host, { columns, rows, caption, first = null, descending = fal
 // Provenance: everything that the rows behind a number say about themselves.
 const GROUPS = [
   ["Scores", ["reference", "compressed", "retrained"]],
+  ["Where it comes from", ["seed", "provenance"]],
   ["Seconds", ["seconds"]],
-  ["Where it comes from", ["provenance"]],
+  ["Run", null], // whatever is in no other group
   ["Settings", ["settings"]],
 ];
+const UNSAID = ["format", "kind"];
 function facts(entries) {
   const lines = entries.flatMap(([key, v]) => [el("dt", {}, key), el("dd", {}, typeof v === "object" ? JSON.stringify(v) : typeof v === "number" ? String(v) : v)]);
   return el("dl", { class: "facts-list" }, ...lines);
 }
 function rowDetails(row) {
-  const grouped = new Set(GROUPS.flatMap(([, keys]) => keys));
+  const grouped = new Set([...UNSAID, ...GROUPS.flatMap(([, keys]) => keys ?? [])]);
   const known = DATA.rows.columns.map((c) => [c.k, value(row, ...c.k)]).filter(([, v]) => v !== null);
-  const parts = [facts(known.filter(([k]) => !grouped.has(k[0])).map(([k, v]) => [k.join(" · "), v]))];
+  const parts = [];
+  if (value(row, "error") !== null) parts.push(el("p", { class: "failed" }, String(value(row, "error"))));
   for (const [title, keys] of GROUPS) {
-    let mine = known.filter(([k]) => keys.includes(k[0])).map(([k, v]) => [title === "Scores" ? k.join(" · ") : k.at(-1), v]);
+    const belongs = (key) => (keys ? keys.includes(key) : !grouped.has(key));
+    const long = title === "Scores" || title === "Run";
+    let mine = known.filter(([k]) => belongs(k[0])).map(([k, v]) => [long ? k.join(" · ") : k.at(-1), v]);
     if (title === "Settings" && mine.length) mine = Object.entries(mine[0][1] ?? {});
     if (mine.length) parts.push(el("h3", {}, title), facts(mine));
   }
