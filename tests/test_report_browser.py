@@ -178,6 +178,27 @@ def test_charts_show_lines_bands_and_published_points(reader: Reader) -> None:
     assert page.locator("#points tbody tr").count() == 6
 
 
+def test_units_of_budgets_are_told_apart(browser: Any, tmp_path: Path) -> None:
+    rows = [
+        row(),
+        row("alds"),
+        row(unit="macs", top1=80.0),
+        row("alds", unit="macs", top1=80.0),
+        row("svd", unit="macs"),
+    ]
+    report.write_report(write(tmp_path / "r", rows), tmp_path / "report.html")
+    reader = Reader(browser, tmp_path / "report.html")
+    found = {}
+    for unit in ("params", "macs", "any"):
+        reader.page.locator("#asked button", has_text=unit).click()
+        found[unit] = reader.text("#legend").split("\n")[:-1]
+        assert reader.page.locator("#delta tbody tr").count() == len(found[unit])
+    assert {k: len(v) for k, v in found.items()} == {"params": 2, "macs": 3, "any": 5}
+    assert set(found["macs"]) == {"auto", "alds", "svd"}
+    assert "alds, macs budget" in found["any"]
+    reader.close_and_check()
+
+
 def test_a_layer_shows_its_spectra(reader: Reader) -> None:
     name = reader.page.locator(".layer-name", has_text="conv2")
     name.focus()

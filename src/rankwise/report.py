@@ -146,9 +146,10 @@ def _stage_content(stage: curves.Stage) -> dict[str, Any]:
     order = sorted(range(len(removed)), key=lambda i: -removed[i])
     stage = replace(stage, lines=tuple(stage.lines[i] for i in order))
     body = asdict(stage)
-    for line, name in zip(body["lines"], charts.line_names(stage.lines), strict=True):
+    tables = {unit: curves.delta_table(stage, unit) for unit in curves.UNITS}
+    for i, (line, name) in enumerate(zip(body["lines"], charts.line_names(stage.lines), strict=True)):
         line["name"] = name
-    body["delta"] = {unit: curves.delta_table(stage, unit) for unit in curves.UNITS}
+        line["delta"] = {unit: table[i] for unit, table in tables.items()}
     return body
 
 

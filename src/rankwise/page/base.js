@@ -40,11 +40,14 @@ function value(row, ...path) {
 }
 
 // What is chosen, and who has to know when it changes.
-const state = { panel: 0, stage: 0, hidden: new Set(), vertical: "score", floor: null, published: "", unit: "params" };
+const state = { panel: 0, stage: 0, hidden: new Set(), vertical: "score", floor: null, published: "", unit: "params", asked: "" };
 const drawers = [];
 const refresh = () => drawers.forEach((draw) => draw());
 const panel = () => DATA.panels[state.panel];
 const stage = () => panel()?.stages[state.stage];
+/** The lines that are looked at: those with a budget in the chosen unit, or all. */
+const lines = () => stage().lines.filter((line) => !state.asked || line.unit === state.asked);
+const titleOf = (line) => (state.asked ? line.name.replace(`, ${line.unit} budget`, "") : line.name);
 const LOOK = new Map(DATA.labels.map((entry) => [entry.label, entry]));
 const colour = (label) => LOOK.get(label)[isDark() ? "dark" : "light"];
 const dashOf = (line) => (line.mode === "iterate" ? "longdashdot" : DATA.dashes[line.unit] ?? "solid");

@@ -4,12 +4,19 @@ const METRIC = { top1: "top-1", miou: "mean IoU" };
 const CUT = { params: "CR-P", macs: "CR-F" };
 const THINGS = { params: "parameters", macs: "multiply-adds" };
 const FLOORS = [[2, "losses up to 2 points"], [5, "losses up to 5 points"], [20, "losses up to 20 points"], [0, "all results"]];
-const below = (floor) => (floor ? stage().lines.flatMap((line) => line.points).filter((p) => p.change[0] < -floor).length : 0);
-/** Unless somebody chose: the closest view, of at least 5 points, that has three quarters of all results. Methods that fail would hide the others. */
+const below = (floor) => (floor ? lines().flatMap((line) => line.points).filter((p) => p.change[0] < -floor).length : 0);
+/** Unless somebody chose: the closest view that has most results. Methods that fail would press the others together. */
 function floorShown() {
   if (state.floor !== null) return state.floor;
-  const all = stage().lines.flatMap((line) => line.points).length;
-  return FLOORS.slice(1).find(([floor]) => 4 * below(floor) <= all)[0];
+  const all = lines().flatMap((line) => line.points).length;
+  return FLOORS.find(([floor]) => below(floor) <= (floor === 2 ? 0.05 : 0.25) * all)[0];
+}
+
+const unitsOf = () => [...new Set(panel().stages.flatMap((s) => s.lines.map((line) => line.unit)))];
+function chooseUnit() {
+  const units = unitsOf();
+  if (units.length < 2) state.asked = "";
+  else if (!units.includes(state.asked)) state.asked = units.includes("params") ? "params" : units[0];
 }
 
 function drawChoice() {
@@ -19,30 +26,35 @@ function drawChoice() {
     state.stage = i;
     refresh();
   });
+  const units = unitsOf();
+  $("asked-field").hidden = units.length < 2;
+  segments($("asked"), [...units.map((unit) => [unit, unit]), ["", "any"]], state.asked, (unit) => {
+    state.asked = unit;
+    refresh();
+  });
   const p = panel();
-  const repeats = Math.max(0, ...stage().lines.flatMap((line) => line.points.map((q) => q.rows.length)));
+  const repeats = Math.max(0, ...lines().flatMap((line) => line.points.map((q) => q.rows.length)));
   const images = p.n === null ? "" : ` on ${number(p.n)} images`;
   $("facts").replaceChildren(
-    el("strong", {}, p.title),
-    ` · original ${METRIC[p.metric]} ${spread(p.reference, (v) => percent(v, 2))}${images} · ${number(repeats)} ${repeats === 1 ? "repeat" : "repeats"}`
+    el("strong", {}, DATA.panels.length > 1 ? "" : `${p.title} · `),
+    `original ${METRIC[p.metric]} ${spread(p.reference, (v) => percent(v, 2))}${images} · ${number(repeats)} ${repeats === 1 ? "repeat" : "repeats"}`
   );
 }
 
 /** The widest gap that the table shows, in one sentence. */
 function drawHeadline() {
-  const s = stage();
-  const name = (i) => s.lines[i].name;
   for (const [d, delta] of DATA.deltas.entries()) {
-    const ranked = s.delta.params
-      .map((cells, i) => [cells[d] === null ? -1 : s.lines[i].points[cells[d]].cut.params[0], i])
+    const ranked = lines()
+      .filter((line) => line.delta.params[d] !== null)
+      .map((line) => [line.points[line.delta.params[d]].cut.params[0], line])
       .filter(([cut]) => cut > 0)
       .sort((a, b) => b[0] - a[0]);
     if (!ranked.length || (delta < 0.5 && DATA.deltas.length > 1)) continue;
     const [[cut, best], second] = ranked;
-    const when = s.when === "retrained" ? "After retraining" : "Without retraining";
-    const than = second ? `; next is ${name(second[1])} with ${percent(second[0])}` : "";
+    const when = stage().when === "retrained" ? "After retraining" : "Without retraining";
+    const than = second ? `; next is ${titleOf(second[1])} with ${percent(second[0])}` : "";
     $("headline").replaceChildren(
-      `${when}, `, el("strong", {}, name(best)), ` removes `, el("strong", {}, percent(cut)),
+      `${when}, `, el("strong", {}, titleOf(best)), ` removes `, el("strong", {}, percent(cut)),
       ` of the parameters for at most ${number(delta, 1)} ${delta === 1 ? "point" : "points"} of ${METRIC[panel().metric]}${than}.`
     );
     return;
@@ -51,7 +63,7 @@ function drawHeadline() {
 }
 
 function drawLegend() {
-  const chips = stage().lines.map((line) => {
+  const chips = lines().map((line) => {
     const on = !state.hidden.has(line.name);
     const flip = () => {
       if (!state.hidden.delete(line.name)) state.hidden.add(line.name);
@@ -59,11 +71,11 @@ function drawLegend() {
       drawLegend();
       [...$("legend").children].find((c) => c.dataset.name === line.name)?.focus();
     };
-    return el("button", { type: "button", class: "chip", "aria-pressed": String(on), "data-name": line.name, onclick: flip }, swatch(line), line.name);
+    return el("button", { type: "button", class: "chip", "aria-pressed": String(on), "data-name": line.name, onclick: flip }, swatch(line), titleOf(line));
   });
   const all = () => {
     const none = state.hidden.size === 0;
-    state.hidden = new Set(none ? stage().lines.map((line) => line.name) : []);
+    state.hidden = new Set(none ? lines().map((line) => line.name) : []);
     drawCharts();
     drawLegend();
   };
@@ -72,7 +84,7 @@ function drawLegend() {
 
 const tell = (line, point) =>
   [
-    `<b>${plain(line.name)}</b>`,
+    `<b>${plain(titleOf(line))}</b>`,
     `${METRIC[panel().metric]} ${spread(point.score, (v) => percent(v, 3))}`,
     `change ${spread(point.change, (v) => signed(v, 3))} points`,
     ...["params", "macs"].filter((u) => point.cut[u]).map((u) => `${CUT[u]} ${spread(point.cut[u], (v) => percent(v, 3))}`),
@@ -81,21 +93,21 @@ const tell = (line, point) =>
 
 function traces(unit) {
   const found = [];
-  for (const line of stage().lines.filter((l) => !state.hidden.has(l.name))) {
+  for (const line of lines().filter((l) => !state.hidden.has(l.name))) {
     const points = line.points.filter((p) => p.cut[unit] !== null);
     const x = points.map((p) => p.cut[unit][0]);
     const [y, dev] = [0, 1].map((i) => points.map((p) => p[state.vertical][i] ?? 0));
     const tint = colour(line.label);
     if (dev.some((d) => d > 0)) {
       const edge = (sign) => y.map((v, i) => v + sign * dev[i]);
-      found.push({ x: [...x, ...x.slice().reverse()], y: [...edge(1), ...edge(-1).reverse()], fill: "toself", fillcolor: tint + (stage().lines.length > 6 ? "14" : "20"), line: { width: 0 }, mode: "lines", hoverinfo: "skip", type: "scatter" });
+      found.push({ x: [...x, ...x.slice().reverse()], y: [...edge(1), ...edge(-1).reverse()], fill: "toself", fillcolor: tint + (lines().length > 6 ? "14" : "20"), line: { width: 0 }, mode: "lines", hoverinfo: "skip", type: "scatter" });
     }
     found.push({
-      x, y, type: "scatter", mode: "lines+markers", name: plain(line.name),
+      x, y, type: "scatter", mode: "lines+markers", name: plain(titleOf(line)),
       line: { color: tint, width: 2, dash: dashOf(line) },
       marker: { symbol: LOOK.get(line.label).marker, size: 8, color: tint },
       hoverinfo: "text", hovertext: points.map((p) => tell(line, p)),
-      customdata: points.map((p) => [line.name, p.asked, p.rows]),
+      customdata: points.map((p) => [titleOf(line), p.asked, p.rows]),
     });
   }
   return [...found, ...published(unit)];
@@ -134,7 +146,7 @@ function drawCharts() {
     };
     const host = $(`chart-${unit}`);
     Plotly.react(host, drawn, layout({ height: innerWidth < 700 ? 320 : 400, xaxis: { title: { text: DATA.axes[unit], standoff: 8 } }, yaxis: { title: { text: title, standoff: 8 }, ...range }, ...original }), CONFIG);
-    host.setAttribute("aria-label", `${DATA.metrics[panel().metric]} against ${THINGS[unit]} removed, ${stage().lines.length} lines; all points are in the table below`);
+    host.setAttribute("aria-label", `${DATA.metrics[panel().metric]} against ${THINGS[unit]} removed, ${lines().length} lines; all points are in the table below`);
     if (!host.dataset.listens) {
       host.dataset.listens = "yes";
       host.on("plotly_click", (event) => {
@@ -143,24 +155,24 @@ function drawCharts() {
       });
     }
   }
-  const repeated = stage().lines.some((line) => line.points.some((p) => p.rows.length > 1));
+  const repeated = lines().some((line) => line.points.some((p) => p.rows.length > 1));
   $("bands").textContent = (repeated ? "Bands are one sample standard deviation over repeats. " : "One run for each point. ") + "A click on a point opens the runs behind it." + (below(floor) ? ` Below the frame: ${number(below(floor))} points, in “all results”.` : "");
 }
 
 function drawPoints() {
   if (!$("points").open) return;
-  const rows = stage().lines.flatMap((line) => line.points.map((point) => ({ line, point })));
+  const rows = lines().flatMap((line) => line.points.map((point) => ({ line, point })));
   const pair = (title, get, show) => ({ title, sort: (r) => get(r.point)?.[0] ?? null, show: (r) => (get(r.point) ? spread(get(r.point), show) : "–") });
   sortable($("points").querySelector(".details-body"), {
     caption: "Points of the charts", rows, page: 50,
     columns: [
-      { title: "line", text: true, sort: (r) => r.line.name, show: (r) => el("span", { class: "named" }, swatch(r.line), r.line.name) },
+      { title: "line", text: true, sort: (r) => r.line.name, show: (r) => el("span", { class: "named" }, swatch(r.line), titleOf(r.line)) },
       { title: "asked", sort: (r) => r.point.asked, show: (r) => String(r.point.asked ?? "–") },
       pair("CR-P", (p) => p.cut.params, (v) => percent(v, 2)),
       pair("CR-F", (p) => p.cut.macs, (v) => percent(v, 2)),
       pair(METRIC[panel().metric], (p) => p.score, (v) => percent(v, 2)),
       pair("change", (p) => p.change, (v) => signed(v, 2)),
-      { title: "runs", sort: (r) => r.point.rows.length, show: (r) => el("button", { type: "button", class: "link", onclick: () => showRows(`${r.line.name}, asked to keep ${r.point.asked}`, r.point.rows) }, `${r.point.rows.length} ${r.point.rows.length === 1 ? "run" : "runs"}`) },
+      { title: "runs", sort: (r) => r.point.rows.length, show: (r) => el("button", { type: "button", class: "link", onclick: () => showRows(`${titleOf(r.line)}, asked to keep ${r.point.asked}`, r.point.rows) }, `${r.point.rows.length} ${r.point.rows.length === 1 ? "run" : "runs"}`) },
     ],
   });
 }
@@ -172,8 +184,7 @@ function drawDelta() {
     drawDelta();
   });
   $("delta-note").textContent = `The largest ${CUT[state.unit]} of each line whose mean ${METRIC[panel().metric]} is at most δ points below the original. In small print: its change in points, and its ${CUT[other]}. Bold: the best of a column.`;
-  const s = stage();
-  const rows = s.lines.map((line, i) => ({ line, cells: s.delta[state.unit][i].map((at) => (at === null ? null : line.points[at])) }));
+  const rows = lines().map((line) => ({ line, cells: line.delta[state.unit].map((at) => (at === null ? null : line.points[at])) }));
   const cut = (row, d) => row.cells[d]?.cut[state.unit][0] ?? null;
   const best = DATA.deltas.map((_, d) => Math.max(...rows.map((row) => cut(row, d) ?? -Infinity)));
   const column = (delta, d) => ({
@@ -182,7 +193,7 @@ function drawDelta() {
     show: (row) => {
       const point = row.cells[d];
       if (point === null) return el("span", { class: "muted none", title: "No result within this loss" }, "–");
-      const open = () => showRows(`${row.line.name}, δ = ${delta} %: asked to keep ${point.asked}`, point.rows);
+      const open = () => showRows(`${titleOf(row.line)}, δ = ${delta} %: asked to keep ${point.asked}`, point.rows);
       const small = `${signed(point.change[0])}` + (point.cut[other] ? ` · ${percent(point.cut[other][0])}` : "");
       const cell = el("button", { type: "button", class: "cell", onclick: open, title: "Where this number comes from" }, el("span", { class: cut(row, d) === best[d] ? "best" : null }, percent(cut(row, d))), el("small", {}, small));
       cell.style.setProperty("--fill", `${Math.max(0, cut(row, d))}%`);
@@ -191,7 +202,7 @@ function drawDelta() {
   });
   sortable($("delta"), {
     caption: `Largest ${CUT[state.unit]} by loss`, rows, first: 2, descending: true,
-    columns: [{ title: "line", text: true, sort: (r) => r.line.name, show: (r) => el("span", { class: "named" }, swatch(r.line), r.line.name) }, ...DATA.deltas.map(column)],
+    columns: [{ title: "line", text: true, sort: (r) => r.line.name, show: (r) => el("span", { class: "named" }, swatch(r.line), titleOf(r.line)) }, ...DATA.deltas.map(column)],
   });
 }
 
@@ -199,10 +210,12 @@ function startCurves() {
   $("title").textContent = DATA.title;
   state.stage = panel().stages.length - 1;
   state.published = choosePublished();
+  chooseUnit();
   $("panel").addEventListener("change", (event) => {
     state.panel = Number(event.target.value);
     state.stage = Math.min(state.stage, panel().stages.length - 1);
     state.published = choosePublished();
+    chooseUnit();
     refresh();
   });
   $("floor").addEventListener("change", (event) => {
