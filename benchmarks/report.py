@@ -142,9 +142,7 @@ def main() -> None:
     wrote = time.perf_counter() - start
     waited, worked = opened(args.out / "report.html")
     say(f"{count:,} rows of {len(NETWORKS)} networks, {len(LABELS)} labels; median of {TURNS} openings; {machine()}\n")
-    say(
-        "| rows | plans in the file | MB | seconds to write | seconds to open (median, worst) | processor seconds to open |"
-    )
+    say("| rows | plans in the file | MB | seconds to write | seconds to open (median, worst) | processor seconds |")
     say("| ---: | ---: | ---: | ---: | ---: | ---: |")
     plans = f"{said['plans']['embedded']:,} (at most {said['plans']['at_most']} of a line)"
     opening = f"{median(waited):.2f}, {max(waited):.2f} | {median(worked):.2f}"
