@@ -29,9 +29,9 @@ from rankwise.train import fit_
 MODEL, DATA = "digits-cnn", "digits"
 METHODS = ("auto", "alds+", "alds", "svd-energy", "svd")
 KEEPS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
-RETRAINED = (0.6, 0.4, 0.25, 0.15, 0.1)  # the others are compressed only
+RETRAINED = (0.5, 0.25, 0.15, 0.1)  # the others are compressed only
 REPEATS = 3
-EPOCHS, RETRAIN = 12, 4
+EPOCHS, RETRAIN = 12, 3
 SHOWN = ("auto", 0.25)  # the network that is saved as a folder
 
 

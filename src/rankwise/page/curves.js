@@ -36,7 +36,7 @@ function drawChoice() {
   const repeats = Math.max(0, ...lines().flatMap((line) => line.points.map((q) => q.rows.length)));
   const images = p.n === null ? "" : ` on ${number(p.n)} images`;
   $("facts").replaceChildren(
-    el("strong", {}, DATA.panels.length > 1 ? "" : `${p.title} · `),
+    ...(DATA.panels.length > 1 ? [] : [el("strong", {}, p.title), " · "]),
     `original ${METRIC[p.metric]} ${spread(p.reference, (v) => percent(v, 2))}${images} · ${number(repeats)} ${repeats === 1 ? "repeat" : "repeats"}`
   );
 }
