@@ -98,10 +98,22 @@ def test_lines_and_panels_never_mix() -> None:
         row(split="val"),
         row(study="another"),
         row(data="parquet:x"),
+        row(data="parquet:y", dataset="y"),
     ]
     found = panels(rows)
-    assert len(found) == 5
-    assert [len(p.stages[0].lines) for p in found] == [3, 1, 1, 1, 1]
+    assert [p.data for p in found] == ["digits", "digits", "digits", "digits", "parquet:x", "y"]
+    assert [len(p.stages[0].lines) for p in found] == [2, 1, 1, 1, 1, 1]
+
+
+def test_iterations_are_lines_of_their_own_and_only_retrained() -> None:
+    """What a round compresses was retrained before: it is no result of compressing alone."""
+    again = {"retrained": {"top1": 85.0}, "retrain": {"share": 1.0, "epochs": 4}}
+    (panel,) = panels([row(**again), row(mode="sweep", repeat=1, **again), row(mode="iterate", **again)])
+    assert [s.when for s in panel.stages] == ["compressed", "retrained"]
+    assert [[(la.mode, len(la.points[0].rows)) for la in s.lines] for s in panel.stages] == [
+        [("oneshot", 2)],
+        [("oneshot", 2), ("iterate", 1)],
+    ]
 
 
 def test_what_is_missing_is_left_out() -> None:

@@ -22,7 +22,7 @@ PAPER = [
     {"network": "Digits-CNN", "data": "test data", "method": "ALDS", "delta_top1": -0.5, "CR-P": 50.0, "CR-F": 40.0}
     | {"table": "test data, not from any paper"},
     {"network": "Digits-CNN", "data": "test data", "method": "auto", "delta_top1": -1.5, "CR-P": 70.0, "CR-F": 60.0}
-    | {"table": "test data, not from any paper"},
+    | {"table": "test data, not from any paper", "share": 1.0},
 ]
 
 
@@ -163,6 +163,9 @@ def test_charts_show_lines_bands_and_published_points(reader: Reader) -> None:
     page = reader.page
     count = "document.querySelectorAll('#chart-params .scatterlayer .trace').length"
     assert page.evaluate(count) == 6, "two lines with a band each, two published"
+    page.locator("#stage button", has_text="compressed").click()
+    assert page.evaluate(count) == 5, "one of them was retrained, and is not drawn here"
+    page.locator("#stage button", has_text="retrained").click()
     page.locator("#published").select_option("")
     assert page.evaluate(count) == 4
     page.locator("#legend .chip", has_text="svd").focus()

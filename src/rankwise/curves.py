@@ -79,16 +79,15 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 
 def panel_key(row: Row) -> tuple[str, str, str, str]:
-    study, model, data, split = (str(row.get(key) or "") for key in ("study", "model", "data", "split"))
-    return study, model, data, split
+    """Where a row names its data set, that name counts, and not where the data lay on a machine."""
+    study, model, split = (str(row.get(key) or "") for key in ("study", "model", "split"))
+    return study, model, str(row.get("dataset") or row.get("data") or ""), split
 
 
 def line_key(row: Row) -> tuple[str, str, str]:
-    return (
-        str(row.get("label") or row.get("method") or "?"),
-        str(row.get("unit") or "params"),
-        str(row.get("mode") or ""),
-    )
+    """A sweep over retraining is many one-shot compressions: both are one line at the same share."""
+    label, unit = str(row.get("label") or row.get("method") or "?"), str(row.get("unit") or "params")
+    return label, unit, "iterate" if row.get("mode") == "iterate" else "oneshot"
 
 
 def delta_table(stage: Stage, unit: str, deltas: Iterable[float] = DELTAS) -> list[list[int | None]]:
@@ -122,8 +121,10 @@ def _panel(rows: Sequence[Row], key: tuple[str, str, str, str], members: list[in
     references = [r for row in by_repeat.values() if (r := _score(row, "reference", metric)) is not None]
     sizes = {rows[i]["reference"].get("n") for i in members}
     stages = []
-    if any(_score(rows[i], "compressed", metric) is not None for i in members):
-        stages.append(_stage(rows, members, metric, "compressed", None, "compressed only"))
+    # What an iteration compresses has been retrained in the rounds before.
+    once = [i for i in members if rows[i].get("mode") != "iterate"]
+    if any(_score(rows[i], "compressed", metric) is not None for i in once):
+        stages.append(_stage(rows, once, metric, "compressed", None, "compressed only"))
     shares = {_share(rows[i]) for i in members if _score(rows[i], "retrained", metric) is not None}
     for share in sorted(shares, key=lambda s: -1.0 if s is None else s):
         title = "retrained" if share is None or len(shares) == 1 else f"retrained, {100 * share:g} % of epochs"

@@ -27,7 +27,7 @@ PLAN_BYTES = 6_000_000  # of all plans together; above it, fewer of each line
 SPECTRA_BYTES = 2_000_000
 SPECTRUM_POINTS = 160
 SCRIPTS = ("base.js", "table.js", "curves.js", "explorer.js", "runs.js")
-PAPER_KEYS = ("network", "data", "method", "delta_top1", "CR-P", "CR-F", "table")
+PAPER_KEYS = ("network", "data", "method", "delta_top1", "CR-P", "CR-F", "table", "share")
 
 
 def write_report(

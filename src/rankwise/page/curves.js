@@ -113,10 +113,17 @@ function traces(unit) {
   return [...found, ...published(unit)];
 }
 
+/** Whether a published entry was retrained as the stage was; one that does not say belongs to every stage. */
+function ofStage(entry) {
+  const { when, share } = stage();
+  if (entry.share === undefined || entry.share === null) return true;
+  if (when === "compressed" || entry.share === 0) return (when === "compressed") === (entry.share === 0);
+  return share === null || Math.abs(share - entry.share) < 0.01;
+}
 /** Points that the paper reports for the chosen network, hollow. A method that is here too has its colour. */
 function published(unit) {
   const bare = (text) => text.toLowerCase().replace(/[^a-z0-9+]/g, "");
-  const entries = DATA.paper.filter((e) => `${e.network}, ${e.data}` === state.published && e[CUT[unit]] !== null && e.delta_top1 !== null);
+  const entries = DATA.paper.filter((e) => `${e.network}, ${e.data}` === state.published && ofStage(e) && e[CUT[unit]] !== null && e.delta_top1 !== null);
   return [...new Set(entries.map((e) => e.method))].map((method, i) => {
     const mine = entries.filter((e) => e.method === method).sort((a, b) => a[CUT[unit]] - b[CUT[unit]]);
     const label = DATA.labels.find((entry) => bare(entry.label) === bare(method));
@@ -230,11 +237,13 @@ function startCurves() {
   drawers.push(drawChoice, drawHeadline, drawVertical, drawPublished, drawLegend, drawCharts, drawPoints, drawDelta);
 }
 const PUBLISHED = [...new Set(DATA.paper.map((e) => `${e.network}, ${e.data}`))];
-/** The published network whose name is that of the panel's model: ResNet20 is resnet20, and torchvision:resnet18 ResNet18. */
+/** The published network with the name of the panel's model (ResNet20 is resnet20), on the same data if there is any. */
 function choosePublished() {
   const bare = (text) => text.toLowerCase().replace(/[^a-z0-9]/g, "");
   const model = bare(panel().model.split(/[:/]/).at(-1));
-  return PUBLISHED.find((name) => bare(name.split(",")[0]) === model) ?? "";
+  const entries = DATA.paper.filter((e) => bare(e.network) === model);
+  const found = entries.find((e) => bare(panel().data).includes(bare(e.data))) ?? entries[0];
+  return found ? `${found.network}, ${found.data}` : "";
 }
 function drawPublished() {
   $("published-field").hidden = !PUBLISHED.length;
