@@ -127,7 +127,8 @@ def _panel(rows: Sequence[Row], key: tuple[str, str, str, str], members: list[in
         stages.append(_stage(rows, once, metric, "compressed", None, "compressed only"))
     shares = {_share(rows[i]) for i in members if _score(rows[i], "retrained", metric) is not None}
     for share in sorted(shares, key=lambda s: -1.0 if s is None else s):
-        title = "retrained" if share is None or len(shares) == 1 else f"retrained, {100 * share:g} % of epochs"
+        plain = share is None or (share == 1 and len(shares) == 1)
+        title = "retrained" if plain or share is None else f"retrained, {100 * share:.3g} % of epochs"
         stages.append(_stage(rows, members, metric, "retrained", share, title))
     return Panel(*key, metric, pair(references), sizes.pop() if len(sizes) == 1 else None, tuple(stages))
 

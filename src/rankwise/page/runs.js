@@ -2,6 +2,7 @@
 
 const RUNS = Array.from({ length: DATA.rows.n }, (_, i) => i);
 const seconds = (row) => {
+  if (value(row, "seconds", "all") !== null) return value(row, "seconds", "all");
   const known = DATA.rows.columns.filter((c) => c.k[0] === "seconds").map((c) => value(row, ...c.k)).filter((v) => typeof v === "number");
   return known.length ? known.reduce((a, b) => a + b, 0) : null;
 };
