@@ -20,6 +20,7 @@ from rankwise.coverage import OTHER_KIND
 from rankwise.embed import Book, columns, evenly, script_json
 from rankwise.errors import RankwiseError, need
 from rankwise.plan import Plan
+from rankwise.table import Progress
 
 FORMAT = 1
 MOST_PLANS = 40  # of one line of one panel
@@ -31,14 +32,20 @@ PAPER_KEYS = ("network", "data", "method", "delta_top1", "CR-P", "CR-F", "table"
 
 
 def write_report(
-    folder: Path, out: Path, title: str = "", paper: list[dict[str, Any]] | None = None, png: Path | None = None
+    folder: Path,
+    out: Path,
+    title: str = "",
+    paper: list[dict[str, Any]] | None = None,
+    png: Path | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """RESULTS folder → one HTML file, and PNG figures if asked. Returns what was written and how much it shows."""
     plotly = need("plotly.offline", extra="report", purpose="a report")
-    rows = read_rows(folder)
+    say = progress or _quietly
+    rows = read_rows(folder, say)
     if not rows:
         raise RankwiseError(f"{folder} has no result rows: give a folder that `rankwise run` or `rankwise demo` wrote")
-    content = page_content(folder, rows, title or f"rankwise: {folder.resolve().name}", paper or [])
+    content = page_content(folder, rows, title or f"rankwise: {folder.resolve().name}", paper or [], say)
     page = _page(content, plotly.get_plotlyjs())
     figures = [] if png is None else charts.write_figures(png, curves.panels(rows), _labels(rows))
     jsonio.write_whole(out, page)
@@ -53,7 +60,11 @@ def write_report(
     }
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
+def _quietly(name: str, done: int, total: int) -> None:
+    pass
+
+
+def read_rows(folder: Path, say: Progress = _quietly) -> list[dict[str, Any]]:
     """RESULTS/rows/*.json, by name. Rows of another kind (a single training, say) are passed over."""
     place = folder / "rows"
     if not place.is_dir():
@@ -61,7 +72,9 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
             f"{folder} has no folder 'rows': give a folder that `rankwise run` or `rankwise demo` wrote"
         )
     found = []
-    for path in sorted(place.glob("*.json")):
+    paths = sorted(place.glob("*.json"))
+    for at, path in enumerate(paths):
+        say("rows", at, len(paths))
         row = jsonio.parse(jsonio.read(path), str(path))
         if row.get("kind") == "cell":
             jsonio.check_format(row, FORMAT, str(path))
@@ -93,13 +106,15 @@ def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
     return row
 
 
-def page_content(folder: Path, rows: list[dict[str, Any]], title: str, paper: list[dict[str, Any]]) -> dict[str, Any]:
+def page_content(
+    folder: Path, rows: list[dict[str, Any]], title: str, paper: list[dict[str, Any]], say: Progress = _quietly
+) -> dict[str, Any]:
     """Everything that the page shows, as one JSON value."""
     for entry in paper:
         jsonio.strict(entry, PAPER_KEYS, "a published entry")
     panels, labels = curves.panels(rows), _labels(rows)
     several = len({panel.study for panel in panels}) > 1
-    book, shelves, cap = _plans(folder, rows)
+    book, shelves, cap = _plans(folder, rows, say)
     spectra, chosen = _spectra(folder, rows)
     shown = []
     for panel in panels:
@@ -156,7 +171,9 @@ def _stage_content(stage: curves.Stage) -> dict[str, Any]:
 Key = tuple[str, str, str, str]
 
 
-def _plans(folder: Path, rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[Key, list[dict[str, Any]]], int]:
+def _plans(
+    folder: Path, rows: list[dict[str, Any]], say: Progress
+) -> tuple[dict[str, Any], dict[Key, list[dict[str, Any]]], int]:
     """A book of plans and, for each panel, shelves: one for each line, with its plans by budget.
 
     Of several repeats at one budget the first row's plan is taken.
@@ -173,9 +190,10 @@ def _plans(folder: Path, rows: list[dict[str, Any]]) -> tuple[dict[str, Any], di
     cap = _cap([(len(at), _packed_size(folder, rows[at[len(at) // 2]]["plan"])) for at in ordered.values()])
     book = Book()
     shelves: dict[Key, list[dict[str, Any]]] = {}
-    for (panel, (label, unit, mode)), members in ordered.items():
+    for at, ((panel, (label, unit, mode)), members) in enumerate(ordered.items()):
+        say("plans", at, len(ordered))
         kept = [members[i] for i in evenly(len(members), cap)]
-        plans = [book.add(_read_plan(folder, rows[at]["plan"])) for at in kept]
+        plans = [book.add(_read_plan(folder, rows[i]["plan"])) for i in kept]
         shelf = {"label": label, "unit": unit, "mode": mode, "rows": kept, "plans": plans, "of": len(members)}
         shelves.setdefault(panel, []).append(shelf)
     return book.to_json(), shelves, cap

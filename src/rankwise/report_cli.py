@@ -27,7 +27,8 @@ def report(
 
     if out.is_dir():
         raise RankwiseError(f"{out} is a folder: give the file to write, such as {out / 'report.html'}")
-    written = write_report(results, out, title, png=png)
+    with show.progress("report") as progress:
+        written = write_report(results, out, title, png=png, progress=progress)
     if as_json:
         show.print_json(written)
         return
