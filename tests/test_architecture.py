@@ -17,8 +17,8 @@ FLOORS = [
     "images sources data probe sensitivity pruning influence effects refit recover dream methods job",
     "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state train lc "
     "material",
-    "results pipeline",
-    "charts report demo flags show live train_cli cli __main__ __init__",
+    "results pipeline curves embed",
+    "charts report demo flags show live train_cli report_cli cli __main__ __init__",
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(SOURCE.glob("*.py"))
@@ -57,6 +57,7 @@ def test_core_import_needs_little(tmp_path: Path) -> None:
     import sys
 
     extras = "torchvision timm datasets sklearn transformers plotly PIL pandas scipy onnx ray accelerate torch_pruning"
+    extras += " matplotlib"
     code = f"import rankwise, sys; print([m for m in '{extras}'.split() if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

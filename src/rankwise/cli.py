@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from rankwise import checkpoint, networks, show, train_cli
+from rankwise import checkpoint, networks, report_cli, show, train_cli
 from rankwise.clusters import CLUSTERINGS
 from rankwise.cost import DECOMPOSITIONS
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
@@ -244,11 +244,12 @@ def demo(
         show.print_json(result)
         return
     terminal = show.console()
-    terminal.print(show.rows_grid(result["rows"], result["reference"]))
+    terminal.print(show.rows_grid(result["rows"]))
     terminal.print(f"done: open {result['report']} in a browser")
 
 
 train_cli.register(app)
+report_cli.register(app)
 
 
 def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
+from rankwise.curves import panels
 from rankwise.layer import Coverage
 from rankwise.plan import Plan
 from rankwise.smallest import Trial
@@ -196,16 +197,21 @@ def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
     return grid
 
 
-def rows_grid(rows: list[dict[str, Any]], reference: dict[str, Any]) -> Grid:
-    """Top-1 of every method at every keep: compressed → retrained."""
-    title = f"top-1 on {reference['n']} test images, compressed → retrained; before: {reference['top1']:.2f} %"
-    grid = Grid(title=title, title_justify="left")
+def rows_grid(rows: list[dict[str, Any]]) -> Grid:
+    """Top-1 of every label at every keep, means over repeats: compressed → retrained, where it was."""
+    panel = panels(rows)[0]
+    grid = Grid(title_justify="left", title=f"top-1 on {panel.n} images; before: {panel.reference[0]:.2f} %")
     grid.add_column("keep", justify="right")
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    for method in methods:
-        grid.add_column(method, justify="right")
+    lines = {line.label: line for line in panel.stages[0].lines}
+    for label in lines:
+        grid.add_column(label, justify="right")
+    means = {
+        (stage.when, line.label, point.asked): point.score[0]
+        for stage in panel.stages
+        for line in stage.lines
+        for point in line.points
+    }
     for keep in dict.fromkeys(row["asked"] for row in rows):
-        cells = {r["method"]: r for r in rows if r["asked"] == keep}
-        shown = [f"{cells[m]['compressed']['top1']:.2f} → {cells[m]['retrained']['top1']:.2f}" for m in methods]
-        grid.add_row(f"{keep:g}", *shown)
+        found = [[means.get((when, label, keep)) for when in ("compressed", "retrained")] for label in lines]
+        grid.add_row(f"{keep:g}", *(" → ".join(f"{v:.2f}" for v in pair if v is not None) for pair in found))
     return grid
