@@ -24,7 +24,7 @@ from rankwise.table import Progress
 
 FORMAT = 1
 MOST_PLANS = 40  # of one line of one panel
-PLAN_BYTES = 6_000_000  # of all plans together; above it, fewer of each line
+PLAN_BYTES = 4_000_000  # of all plans together; above it, fewer of each line
 SPECTRA_BYTES = 2_000_000
 SPECTRUM_POINTS = 160
 SCRIPTS = ("base.js", "table.js", "curves.js", "explorer.js", "runs.js")

@@ -123,12 +123,12 @@ drawers.push(themeButton);
 
 /** Layout that all charts share. */
 function layout(more) {
-  const axis = { gridcolor: ink("line"), zerolinecolor: ink("line"), linecolor: ink("line"), ticks: "outside", tickcolor: ink("line"), automargin: true, title: { standoff: 8 } };
+  const axis = { gridcolor: ink("line"), zerolinecolor: ink("line"), linecolor: ink("line"), ticks: "outside", tickcolor: ink("line"), title: { standoff: 8 } };
   return {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 13, color: ink("ink") },
-    margin: { t: 12, r: 12, b: 44, l: 52 },
+    margin: { t: 12, r: 12, b: 52, l: 64 }, // fixed: plotly's own margins draw everything two or three times
     showlegend: false,
     modebar: { bgcolor: "rgba(0,0,0,0)", color: ink("muted"), activecolor: ink("ink") },
     hovermode: "closest",

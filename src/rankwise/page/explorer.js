@@ -170,7 +170,7 @@ function drawSpectrum(body) {
   const kept = entry.fold && entry.decomposition !== "tucker2" ? Math.min(entry.groups * entry.rank, folds[entry.fold]?.n ?? Infinity) : null;
   const line = kept && { type: "line", x0: kept, x1: kept, yref: "paper", y0: 0, y1: 1, line: { color: ink("ink"), width: 1, dash: "dash" } };
   Plotly.react(chart, drawn, layout({
-    height: 280, showlegend: true, margin: { t: innerWidth < 700 ? 64 : 36, r: 12, b: 44, l: 52 }, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, shapes: line ? [line] : [],
+    height: 280, showlegend: true, margin: { t: innerWidth < 700 ? 64 : 36, r: 12, b: 52, l: 64 }, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, shapes: line ? [line] : [],
     xaxis: { title: { text: "number i of the singular value", standoff: 8 }, rangemode: "tozero" }, yaxis: { title: { text: "σᵢ / σ₁", standoff: 8 }, type: "log", tickmode: "array", tickvals: TICKS, ticktext: TICKS.map(String) },
   }), CONFIG);
   chart.setAttribute("aria-label", `Singular values of ${explorer.layer} by fold`);
