@@ -16,8 +16,8 @@ FLOORS = [
     "modules pairs narrow forward coverage surgery checkpoint graph trials channels",
     "images sources data probe sensitivity pruning influence effects refit recover dream methods job",
     "zoo spec factory weights vision networks evaluate augment feed recipes engine state train lc material",
-    "results pipeline",
-    "charts report demo flags show live train_cli cli __main__ __init__",
+    "results pipeline store study study_file reference cell cluster runner forecast published summary tabular overview",
+    "charts report demo flags show live train_cli study_cli cli __main__ __init__",
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(SOURCE.glob("*.py"))
