@@ -136,7 +136,8 @@ def _keeps(value: Any, where: str) -> tuple[tuple[float, ...], float | None]:
             found, geometric = [alpha**i for i in range(1, count + 1)], alpha
         elif set(value) == {"first", "last", "count"} and count > 1:
             first, last = (float(jsonio.field(value, k, float, f"'keeps' of {where}")) for k in ("first", "last"))
-            found = [first * (last / first) ** (i / (count - 1)) for i in range(count)] if first and last else [first]
+            able = first > 0 and last > 0
+            found = [first * (last / first) ** (i / (count - 1)) for i in range(count)] if able else [first, last]
             geometric = None
         else:
             raise RankwiseError(
