@@ -206,10 +206,10 @@ class Ray:
                 raise RankwiseError(f"there is no Ray cluster at {address} ({why}): start one, or give auto") from None
             self.ray.init(**options, **here, address="local")
         self.window = max(64, 4 * int(self.ray.cluster_resources().get("CPU", 1)))
-        self.task = self.ray.remote(max_retries=RETRIES)(_task)
+        self.task = self.ray.remote(_task)
 
     def start(self, job: Job) -> Any:
-        fits = self.task.options(num_cpus=job.cpus, num_gpus=job.gpus, name=job.name)
+        fits = self.task.options(num_cpus=job.cpus, num_gpus=job.gpus, max_retries=RETRIES, name=job.name)
         return fits.remote(job.work, job.given, job.cpus)
 
     def wait(self, handles: list[Any]) -> list[tuple[Any, str | None]]:
