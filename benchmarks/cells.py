@@ -2,8 +2,8 @@
 
     python benchmarks/cells.py [--cells 10000] [--engine ray|pool]
 
-Every cell sleeps for some milliseconds and writes its row as real cells do. Overhead of a cell is the time that a worker
-had for it, minus the time that it worked: workers · (all seconds) ÷ cells − (seconds inside cells) ÷ cells.
+Every cell sleeps for some milliseconds and writes its row as real cells do. Overhead of a cell is the time that a
+worker had for it, minus the time that it worked: workers · (all seconds) ÷ cells − (seconds inside cells) ÷ cells.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def measure(jobs: list[Job], cells: list[Cell], out: str, engine: cluster.Engine
         done, wrong = done + 1, wrong + (error is not None)
         if done % (len(jobs) // 5) == 0 or done == 500:
             mine, largest = memory(driver)
-            say(
-                f"{done:,} cells after {time.perf_counter() - start:.1f} s: driver {mine:.0f} MB, worker {largest:.0f} MB"
-            )
+            spent = time.perf_counter() - start
+            say(f"{done:,} cells after {spent:.1f} s: driver {mine:.0f} MB, worker {largest:.0f} MB")
 
     start = time.perf_counter()
     cluster.run(jobs, engine, told)
@@ -84,8 +83,9 @@ def measure(jobs: list[Job], cells: list[Cell], out: str, engine: cluster.Engine
     rows = [jsonio.parse(row_path(cell, out).read_bytes(), cell.name) for cell in cells]
     worked = sum(row["seconds"] for row in rows) / len(rows)
     overhead = workers * seconds / len(rows) - worked
+    clock = 1000 * seconds / len(rows)
     say(
-        f"n = {len(rows):,} rows, {wrong} wrong, {seconds:.1f} s: {1000 * seconds / len(rows):.2f} ms for a cell on the clock, "
+        f"n = {len(rows):,} rows, {wrong} wrong, {seconds:.1f} s: {clock:.2f} ms for a cell on the clock, "
         f"{1000 * worked:.2f} ms of work, overhead {1000 * overhead:.2f} ms of a worker's time"
     )
 

@@ -196,7 +196,7 @@ class Ray:
     def __init__(self, address: str = "auto", workers: int | None = None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.ray = need("ray", extra="ray", purpose="running a study on Ray")
-        options: dict[str, Any] = {"log_to_driver": False, "ignore_reinit_error": True}
+        options: dict[str, Any] = {"log_to_driver": False, "ignore_reinit_error": True, "logging_level": "ERROR"}
         here = {"num_cpus": workers, "include_dashboard": False}
         try:
             self.ray.init(address=address, **options, **(here if address == "local" else {}))
@@ -209,7 +209,7 @@ class Ray:
         self.task = self.ray.remote(_task)
 
     def start(self, job: Job) -> Any:
-        fits = self.task.options(num_cpus=job.cpus, num_gpus=job.gpus, max_retries=RETRIES, name=job.name)
+        fits = self.task.options(num_cpus=job.cpus, num_gpus=job.gpus, max_retries=RETRIES)
         return fits.remote(job.work, job.given, job.cpus)
 
     def wait(self, handles: list[Any]) -> list[tuple[Any, str | None]]:

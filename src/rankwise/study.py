@@ -11,7 +11,7 @@ cells that would give the same row have the same name, on every machine.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rankwise.spec import parse
 from rankwise.store import digest, file_digest
 
 MODES = ("oneshot", "sweep", "iterate")
+_PLACES = ("source", "file", "weights", "keeps", "alpha", "cpus", "gpus")
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,14 @@ class Network:
     file: str | None = None
     file_digest: str | None = None
 
-    @property
+    @cached_property
     def training(self) -> Recipe:
         return Recipe.from_json(self.recipe)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What decides results: neither where things lie nor the rest of the grid does."""
+        return {key: value for key, value in asdict(self).items() if key not in _PLACES}
 
     @property
     def name(self) -> str:
@@ -87,15 +93,11 @@ class Cell:
     @cached_property
     def name(self) -> str:
         """Readable, and with a hash of all that decides the result: where files lie does not."""
-        network = {k: v for k, v in asdict(self.network).items() if k not in _PLACES}
-        what = digest({**asdict(self), "network": network, "study": None})
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "study"}
+        what = digest({**own, "network": self.network.identity, "entry": vars(self.entry)})
         keep = f"round{self.round}" if self.round else f"{self.unit}{self.asked:.4g}"
         title = f"{_slug(self.network.model)}-{_slug(self.entry.label)}-{keep}"
         return f"{title}-r{100 * self.share:g}-{self.repeat}-{what[:6]}"
-
-
-# Neither where things lie nor the rest of the grid decides what a cell gives.
-_PLACES = ("source", "file", "weights", "keeps", "alpha", "cpus", "gpus")
 
 
 @dataclass(frozen=True)
