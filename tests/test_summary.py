@@ -129,6 +129,8 @@ def test_the_papers_numbers_stand_beside_ours() -> None:
     assert list(lines)[:3] == ["alds", "ALDS (paper)", "auto"]
     assert [cell.value for cell in lines["ALDS (paper)"] if isinstance(cell, Number)] == [-0.47, 74.91, 67.86]
     assert "PFP (paper)" in lines
+    bare = next(t for t in found if "the most that can be removed" in t.title and "compressed only" in t.title)
+    assert [line[0] for line in bare.body][:2] == ["alds", "ALDS (paper)"]  # the sweep's column for r = 0
     digits = tables([row("alds", dataset="digits", data="digits")], [0.5])
     assert not any("paper" in str(line[0]) for t in digits for line in t.body)
     variant = tables([row("alds-max", method="alds")], [0.5])

@@ -45,7 +45,9 @@ def _shots(rows: list[Row], deltas: Sequence[float], known: list[dict[str, Any]]
     shares = sorted({curve["share"] for curve in drawn})
     for share in shares:
         found.append(_by_keep([curve for curve in drawn if curve["share"] == share]))
-        same = [r for r in known if r.get("share") == share and r["table"].endswith("_retrain")]
+        # For r = e there are tables by δ; for other shares the sweeps, with δ = 1 % alone.
+        table = "_retrain" if share == 1.0 else "_retrainsweep"
+        same = [r for r in known if r.get("share") == share and r["table"].endswith(table)]
         found.append(_by_delta([e for e in delta_table(rows, deltas) if e["share"] == share], same))
     if len(shares) > 1:
         swept = delta_table(rows, (_SWEEP_DELTA,), average="repeats")
