@@ -147,6 +147,11 @@ def test_a_study_on_ray(ray_engine: Any, tmp_path: Path) -> None:
     assert len(results.read_rows(tmp_path)) == 4
 
 
+def test_what_this_machine_does_not_have_is_not_waited_for(ray_engine: Any) -> None:
+    with pytest.raises(RankwiseError, match="asks for 1 CPUs and 1000 GPUs"):
+        cluster.run([Job("large", time.sleep, (0,), gpus=1000)], ray_engine, lambda job, error: None)
+
+
 def test_an_address_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
 

@@ -201,6 +201,7 @@ def test_bare_values_need_one_meaning() -> None:
         ({"methods": [{"method": "alds", "grops": 3}]}, "unknown setting 'grops'"),
         ({"methods": [{"label": "x"}]}, "unknown method ''"),
         ({"methods": ["alds", "alds"]}, "two methods called 'alds'"),
+        ({"paper": "tab:oneshot"}, "'paper' of test.toml must be a list"),
         ({"mode": "twice"}, "possible are oneshot, sweep, iterate"),
         ({"unit": "seconds"}, "possible for oneshot are params"),
         ({"keeps": []}, "above 0 and up to 1"),

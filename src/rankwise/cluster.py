@@ -121,7 +121,7 @@ class Pool:
     def _pool(self) -> ProcessPoolExecutor:
         # Not forked: torch has threads, and a fork of a process with threads may hang.
         context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self.workers, context, _begin, (self.threads,))
+        return ProcessPoolExecutor(self.workers, context, _begin, (self.threads, context.Value("i", 0)))
 
     def start(self, job: Job) -> int:
         self.count += 1
@@ -172,10 +172,14 @@ class Pool:
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(threads: int) -> None:
-    """In every process of the pool: Ctrl-C is for the parent, and nobody outlives it."""
+def _begin(threads: int, count: Any) -> None:
+    """In every process of the pool: Ctrl-C is for the parent, nobody outlives it, and GPUs are shared out in turn."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        with count.get_lock():
+            number, count.value = count.value, count.value + 1
+        torch.cuda.set_device(number % torch.cuda.device_count())
     parent = multiprocessing.parent_process()
     assert parent is not None, "a process of the pool has a parent"
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
@@ -205,10 +209,19 @@ class Ray:
                 why = str(err).splitlines()[0]
                 raise RankwiseError(f"there is no Ray cluster at {address} ({why}): start one, or give auto") from None
             self.ray.init(**options, **here, address="local")
-        self.window = max(64, 4 * int(self.ray.cluster_resources().get("CPU", 1)))
+            address = "local"
+        self.local = address == "local"
+        self.has = self.ray.cluster_resources()
+        self.window = max(64, 4 * int(self.has.get("CPU", 1)))
         self.task = self.ray.remote(_task)
 
     def start(self, job: Job) -> Any:
+        cpus, gpus = self.has.get("CPU", 0), self.has.get("GPU", 0)
+        if self.local and (job.cpus > cpus or job.gpus > gpus):  # a cluster may grow, and Ray waits for that
+            raise RankwiseError(
+                f"a cell asks for {job.cpus:g} CPUs and {job.gpus:g} GPUs, and Ray has {cpus:g} and {gpus:g} here: "
+                f"give the address of a cluster, or lower cpus and gpus in the study"
+            )
         fits = self.task.options(num_cpus=job.cpus, num_gpus=job.gpus, max_retries=RETRIES)
         return fits.remote(job.work, job.given, job.cpus)
 

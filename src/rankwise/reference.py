@@ -26,7 +26,7 @@ from rankwise.material import side_for
 from rankwise.methods import build_table, needs_data, table_for
 from rankwise.search import Settings
 from rankwise.state import model_tensors
-from rankwise.store import entry
+from rankwise.store import entry, lock
 from rankwise.study import Cell
 from rankwise.table import Table
 
@@ -65,9 +65,9 @@ def prepare(cell: Cell, out: str) -> None:
     """The reference of a cell, and its spectra as a file for figures."""
     reference = open_reference(cell, Path(out))
     path = Path(out) / "spectra" / f"{reference.name}.json"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        jsonio.write_whole(path, (json.dumps(spectra_json(reference, cell.network.model)) + "\n").encode())
+    with lock(path.with_suffix(".lock")):
+        if not path.exists():
+            jsonio.write_whole(path, (json.dumps(spectra_json(reference, cell.network.model)) + "\n").encode())
 
 
 def reference_key(cell: Cell) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def run(
         _print_forecast(fill_in(chosen, data or [], weights or []) if known else chosen, folder, only or [], as_json)
         return
     chosen = fill_in(chosen, data or [], weights or [])
-    outcome = _watched_run(chosen, folder, _engine(ray, workers), only or [], retry_failed, as_json)
+    outcome = _watched_run(chosen, folder, _engine(ray, workers, chosen), only or [], retry_failed, as_json)
     if as_json:
         show.print_json({"study": chosen.name, "out": folder, **vars(outcome)})
     else:
@@ -110,13 +110,13 @@ def _told(row: dict[str, Any]) -> str:
     return f"CR-P {row['CR-P']:.1f} %, {name} {score[metric]:.2f} % ({change:+.2f}), {row['seconds']['all']:.1f} s"
 
 
-def _engine(ray: str | None, workers: int | None) -> Callable[[int], Any]:
+def _engine(ray: str | None, workers: int | None, study: Study) -> Callable[[int], Any]:
     """From the number of cells that are missing to where they run."""
     if ray is not None:
         return lambda count: cluster.Ray(ray, workers)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # A GPU is shared by nobody; without one, every process has a core of its own.
-    default = torch.cuda.device_count() or cores
+    # A GPU is shared by nobody; without one, every process has the cores that its network asks for.
+    default = torch.cuda.device_count() or max(1, cores // max(1, *(int(n.cpus) for n in study.networks)))
 
     def make(count: int) -> Any:
         wanted = min(workers or default, count)

@@ -62,7 +62,7 @@ def make_study(data: dict[str, Any], name: str, where: str) -> Study:
         networks=tuple(_network(jsonio.typed(n, dict, f"every network of {where}"), keeps, where) for n in networks),
         entries=tuple(_entry(e, where) for e in jsonio.field(data, "methods", list, where)),
         retrain=_shares(data.get("retrain", [0]), mode, where),
-        paper=tuple(jsonio.typed(p, str, f"'paper' of {where}") for p in data.get("paper", [])),
+        paper=_words(data.get("paper", []), f"'paper' of {where}"),
         unit=unit,
         repeats=_count(data, "repeats", 1, where),
         seed=_count(data, "seed", 0, where, least=0),
@@ -105,7 +105,6 @@ def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None]
     recipe = get_recipe(jsonio.typed(data.get("recipe", "fast"), str, f"'recipe' of {where}"))
     recipe = change(recipe, jsonio.typed(data.get("set", {}), dict, f"'set' of {where}"))
     weights = data.get("weights")
-    exclude = jsonio.typed(data.get("exclude", []), list, f"'exclude' of {where}")
     for key in ("size", "limit"):
         _count(data, key, 1, where)
     for key in ("cpus", "gpus"):
@@ -117,7 +116,7 @@ def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None]
         recipe=recipe.to_json(),
         keeps=own[0],
         weights=None if weights is None else jsonio.typed(weights, str, f"'weights' of {where}"),
-        exclude=tuple(jsonio.typed(e, str, f"'exclude' of {where}") for e in exclude),
+        exclude=_words(data.get("exclude", []), f"'exclude' of {where}"),
         size=data.get("size"),
         limit=data.get("limit"),
         cpus=data.get("cpus", 1),
@@ -174,6 +173,10 @@ def _shares(value: Any, mode: str, where: str) -> tuple[float, ...]:
         rule = "one share above 0" if mode == "iterate" else "shares of the recipe's epochs from 0 to 1"
         raise RankwiseError(f"retrain = {value} in {where}: give {rule}, such as [1.0]")
     return found
+
+
+def _words(value: Any, where: str) -> tuple[str, ...]:
+    return tuple(jsonio.typed(v, str, f"every entry of {where}") for v in jsonio.typed(value, list, where))
 
 
 def _count(data: Mapping[str, Any], key: str, default: int, where: str, least: int = 1) -> int:
