@@ -52,7 +52,7 @@ def run(
         int | None, typer.Option("--workers", metavar="N", help="Processes on this machine; its cores unless given.")
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Another seed for the first repeat.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="What happens anyway: what is done stays done.")] = True,
+    resume: Annotated[bool, typer.Option("--resume", help="What happens anyway: what is done stays done.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed cells again, too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and an estimate; run nothing.")] = False,
     as_json: JsonOpt = False,
