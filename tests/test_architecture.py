@@ -17,8 +17,9 @@ FLOORS = [
     "images sources data probe sensitivity pruning influence effects refit recover dream methods job",
     "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state train lc "
     "material",
-    "results pipeline curves embed",
-    "charts report demo flags show live train_cli report_cli cli __main__ __init__",
+    "results pipeline curves embed store study study_file reference cell cluster runner estimate published summary "
+    "tabular overview",
+    "charts report demo flags show live train_cli report_cli study_cli cli __main__ __init__",
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(SOURCE.glob("*.py"))

@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from rankwise import checkpoint, networks, report_cli, show, train_cli
+from rankwise import checkpoint, networks, report_cli, show, study_cli, train_cli
 from rankwise.clusters import CLUSTERINGS
 from rankwise.cost import DECOMPOSITIONS
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
@@ -250,6 +250,7 @@ def demo(
 
 train_cli.register(app)
 report_cli.register(app)
+study_cli.register(app)
 
 
 def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
