@@ -185,6 +185,14 @@ def test_rows_are_read_strictly_and_others_passed_over(tmp_path: Path) -> None:
     (place / "c.json.part").write_text("{")
     assert [r["asked"] for r in results.read_rows(tmp_path)] == [0.5, 0.4]
     assert results.read_rows(place) == results.read_rows(tmp_path)
+    results.write_row(place / "0.json", row("svd"))
+    assert [r["label"] for r in results.read_rows(tmp_path)] == ["svd", "alds", "alds"]
+    for text in ("{", "[]", json.dumps({"networks": 3, "entries": [None]})):  # the order is all that is lost
+        (tmp_path / "study.json").write_text(text)
+        assert [r["label"] for r in results.read_rows(tmp_path)] == ["svd", "alds", "alds"]
+    order = {"networks": [{"model": "resnet20"}], "entries": [{"label": "alds"}, {"label": "svd"}]}
+    (tmp_path / "study.json").write_text(json.dumps(order))
+    assert [r["label"] for r in results.read_rows(tmp_path)] == ["alds", "alds", "svd"]
     for broken, says in (
         ({**row(), "format": 99}, "upgrade rankwise"),
         ({**row(), "status": "odd"}, "done or failed"),

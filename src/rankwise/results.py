@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def write_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def read_rows(folder: str | Path) -> list[dict[str, Any]]:
-    """The rows of a study, from FOLDER/rows or FOLDER itself, by name; what is no row of a study is passed over.
+    """The rows of a study, from FOLDER/rows or FOLDER itself; what is no row of a study is passed over.
+
+    Networks and methods come in the order of FOLDER/study.json, if there is one, and otherwise by name.
 
     A row has status "done" or "failed"; failed ones have an "error" and no scores. Keys: docs/studies.md.
     """
@@ -66,7 +69,19 @@ def read_rows(folder: str | Path) -> list[dict[str, Any]]:
         raise RankwiseError(f"{folder} is not a folder: give one that `rankwise run` wrote")
     place = root / ROWS if (root / ROWS).is_dir() else root
     found = [_read_row(path) for path in sorted(place.glob("*.json"))]
-    return [row for row in found if row is not None]
+    order = _order(root / "study.json")
+    return sorted((row for row in found if row is not None), key=lambda row: [order(row["model"]), order(row["label"])])
+
+
+def _order(path: Path) -> Callable[[str], int]:
+    """From the name of a network or a method to its place in the study; all are alike where nobody knows."""
+    try:
+        study = jsonio.parse(jsonio.read(path), str(path))
+        names = [n["model"] for n in study["networks"]] + [e["label"] for e in study["entries"]]
+        place = {str(name): i for i, name in enumerate(names)}
+    except (RankwiseError, LookupError, TypeError):
+        return lambda name: 0
+    return lambda name: place.get(name, len(place))
 
 
 def _read_row(path: Path) -> dict[str, Any] | None:
