@@ -46,3 +46,22 @@ def records(model: str, data: str, tables: str = "tab-supp:") -> list[dict[str, 
         for record in table["records"]
         if (record.get("model"), record.get("data")) == (model, data)
     ]
+
+
+def points() -> list[dict[str, Any]]:
+    """Results of the supplement as points beside our curves: what was removed, and the change in points.
+
+    {"network", "data", "method": as the paper calls it, "delta_top1" (of mean IoU for segmentation), "CR-P", "CR-F",
+    "table", "share"}; a ratio of 0 stands for no network at all in the paper, and is no point.
+    """
+    found = []
+    for label, table in load().items():
+        if not label.startswith("tab-supp:") or label.endswith("hyperparameters"):
+            continue
+        for record in table["records"]:
+            change = record.get("miou") if record.get("miou") is not None else record.get("top1")
+            if change is not None and record.get("CR-P"):
+                names = {"network": record["model"], "data": record["data"], "method": record["label"], "table": label}
+                cut = {unit: record.get(unit) for unit in ("CR-P", "CR-F")}
+                found.append({**names, "delta_top1": change, **cut, "share": record.get("share")})
+    return found

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rankwise import charts, curves, jsonio, results
+from rankwise import charts, curves, jsonio, published, results
 from rankwise.coverage import OTHER_KIND
 from rankwise.embed import Book, columns, evenly, script_json
 from rankwise.errors import RankwiseError, need
@@ -39,13 +39,18 @@ def write_report(
     png: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """RESULTS folder → one HTML file, and PNG figures if asked. Returns what was written and how much it shows."""
+    """RESULTS folder → one HTML file, and PNG figures if asked. Returns what was written and how much it shows.
+
+    `paper` are points to draw beside ours: those of the paper unless others are given.
+    """
     plotly = need("plotly.offline", extra="report", purpose="a report")
     say = progress or _quietly
     rows = read_rows(folder, say)
     if not rows:
         raise RankwiseError(f"{folder} has no result rows: give a folder that `rankwise run` or `rankwise demo` wrote")
-    content = page_content(folder, rows, title or f"rankwise: {folder.resolve().name}", paper or [], say)
+    content = page_content(
+        folder, rows, title or f"rankwise: {folder.resolve().name}", published.points() if paper is None else paper, say
+    )
     page = _page(content, plotly.get_plotlyjs())
     figures = [] if png is None else charts.write_figures(png, curves.panels(rows), _labels(rows))
     jsonio.write_whole(out, page)
