@@ -24,7 +24,7 @@ from torch import nn
 from rankwise import checkpoint, jsonio, pipeline
 from rankwise.budget import Budget
 from rankwise.errors import RankwiseError
-from rankwise.job import Seen, build_network, find, is_free
+from rankwise.job import Planner, Seen, build_network, is_free, planner
 from rankwise.methods import get_method, needs_data, settings_for
 from rankwise.plan import Plan
 from rankwise.pruning import Filters
@@ -178,10 +178,25 @@ def compressed(cell: Cell, out: Path, reference: Reference) -> tuple[nn.Module, 
         table = table_of(cell, out, reference, settings)
         plan = find_plan(table, budget, settings, entry.method, reference.spec)
         return build_network(network, plan, Seen(table.moments))
-    data = images(cell) if free or needs_data(settings) else None
-    example, coverage = reference.example, reference.coverage
-    plan, seen = find(network, example, coverage, settings, budget, entry.method, reference.spec, data, free=free)
-    return build_network(network, plan, seen)
+    return build_network(network, *_planner(cell, reference, settings, free)(budget))
+
+
+_last: dict[str, Planner] = {}  # effects of all options are as large as the network: one method's at a time
+
+
+def _planner(cell: Cell, reference: Reference, settings: Settings | Filters, free: bool) -> Planner:
+    """What does not depend on the budget is done once for cells that follow each other in a process."""
+    entry, exclude = cell.entry, cell.network.exclude
+    about = (reference.name, exclude, entry.method, sorted(entry.settings.items()), cell.calibrate, cell.seed)
+    key = json.dumps(about, default=str)
+    if key not in _last:
+        data = images(cell) if free or needs_data(settings) else None
+        method, spec = cell.entry.method, reference.spec
+        example, coverage = reference.example, reference.coverage
+        found = planner(reference.network, example, coverage, settings, method, spec, data, free=free)
+        _last.clear()
+        _last[key] = found
+    return _last[key]
 
 
 def _seeds(cell: Cell) -> dict[str, Any]:
