@@ -21,6 +21,7 @@ from rankwise import dream, effects, influence, networks, refit
 from rankwise.__main__ import main
 from rankwise.evaluate import evaluate
 from rankwise.influence import influences
+from rankwise.job import build_network, seen_for
 from rankwise.search import Settings
 from rankwise.train import fit_
 from sentences import check_sentence
@@ -468,6 +469,19 @@ def test_a_large_layer_is_decomposed_by_its_weights(
     assert moved(small, same, seen[0]) == 0
 
 
+def test_a_plan_that_was_fitted_is_not_replayed_without_inputs(
+    plain: nn.Module, seen: list[Tensor], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, plan = rw.compress(plain, seen[0][:1], keep=0.4, data=seen)
+    need = seen_for(plain, seen[0][:1], plan, seen)
+    assert (
+        moved(build_network(plain, plan, need)[0], rw.compress(plain, seen[0][:1], keep=0.4, data=seen)[0], seen[0])
+        == 0
+    )
+    with pytest.raises(rw.RankwiseError, match="calibration data"):
+        build_network(plain, plan, seen_for(plain, seen[0][:1], plan))
+
+
 def test_few_options_of_a_large_layer_are_as_good_as_all(
     plain: nn.Module, seen: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -813,10 +827,7 @@ def test_the_command_line(
     assert plan.layers == wanted.layers
     assert moved(small, same, held_out) < 1e-6
     assert evaluate(small, images.load("digits")).top1 > evaluate(digits, images.load("digits")).top1 - 3
-    status, printed, err = run(capsys, *common[:4], "--plan", folder / "plan.json", "--dry-run")
-    assert status == 2
-    assert printed == ""
-    assert err.startswith("rankwise: ")
-    assert err.count("\n") == 1
-    assert "calibration data" in err
+    again = tmp_path / "again"
+    assert run(capsys, *common, "--plan", folder / "plan.json", "--out", again)[0] == 0
+    assert moved(small, rw.load(again, digits), held_out) == 0, "the same inputs give the same network"
     assert inputs in out  # people are told what it looked at

@@ -219,3 +219,13 @@ def test_provenance_names_the_commit() -> None:
         assert done.stdout.strip().startswith(said.removesuffix("-dirty"))
     else:
         assert said is None
+
+
+def test_a_loss_that_diverged_does_not_spoil_a_folder(tmp_path: Path) -> None:
+    broken = row()
+    broken["compressed"]["loss"] = float("nan")
+    broken["history"] = [{"loss": float("inf")}]
+    results.write_row(tmp_path / "rows" / "a.json", broken)
+    (read,) = results.read_rows(tmp_path)
+    assert read["compressed"]["loss"] is None
+    assert read["history"] == [{"loss": None}]

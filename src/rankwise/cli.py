@@ -19,7 +19,7 @@ from rankwise.evaluate import evaluate as score
 from rankwise.flags import example_for, read_budget, read_folds, read_groups
 from rankwise.forecast import can_forecast, forecast
 from rankwise.forward import run_example, side_of, tensors_of, undisturbed
-from rankwise.job import Planner, Seen, build_network, is_free, planner, recovered
+from rankwise.job import Planner, Seen, build_network, is_free, planner, recovered, seen_for
 from rankwise.layer import Coverage
 from rankwise.methods import METHODS, needs_budget, needs_data, settings_for
 from rankwise.plan import Plan
@@ -151,6 +151,7 @@ def compress(
     }
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
+    source: Any = None
     seen, small, trials = Seen(), None, None
     if plan is None:
         coverage = find_layers(network, example, exclude or ())
@@ -174,6 +175,8 @@ def compress(
     else:
         _only_with_a_search(keep, budget, {"max-drop": max_drop, **changes})
         found = Plan.load(plan)
+        source = None if data is None else load_data(data, "calibration", size=side_of(example)).thin(calibrate)
+        seen = seen_for(network, example, found, source)
     expected = None
     if dry_run and data is not None and small is None and can_forecast(found, seen):
         expected = forecast(network, found, seen, load_data(data, split, size=side_of(example))).to_json()
@@ -181,7 +184,7 @@ def compress(
         small, found = build_network(network, found, seen)
     if recover and small is not None:
         with show.progress("recovery") as report:
-            source: Any = seen.data
+            source = seen.data
             if source is None and data is not None:
                 source = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
             small = recovered(small, network, source, recover, lambda i, n, loss: report("", i, n))

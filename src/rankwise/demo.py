@@ -18,7 +18,8 @@ from rankwise.budget import Budget
 from rankwise.cost import Option
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate
-from rankwise.methods import allocate, build_table
+from rankwise.job import Planner, build_network, planner
+from rankwise.methods import AUTO, allocate, build_table
 from rankwise.plan import Plan
 from rankwise.report import write_report
 from rankwise.results import provenance, write_row
@@ -32,6 +33,7 @@ KEEPS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
 RETRAINED = (0.5, 0.25, 0.15, 0.1)  # the others are compressed only
 REPEATS = 3
 EPOCHS, RETRAIN = 12, 3
+CALIBRATE = 256  # images without labels, for auto
 SHOWN = ("auto", 0.25)  # the network that is saved as a folder
 
 
@@ -43,6 +45,7 @@ class Trained:
     seed: int
     model: nn.Module
     table: Table
+    auto: Planner
     reference: dict[str, Any]
     spectra: str
 
@@ -93,10 +96,12 @@ def _train(train: data.Split, test: data.Split, repeat: int, seed: int, out: Pat
         model = networks.build(MODEL)
     fit_(model, train, epochs=EPOCHS, seed=seed)
     model.eval()
-    table = build_table(model, torch.zeros(1, 1, 8, 8), groups="all")
+    example = torch.zeros(1, 1, 8, 8)
+    table = build_table(model, example, groups="all")
+    auto = planner(model, example, table.coverage, AUTO, "auto", MODEL, train.thin(CALIBRATE), free=True)
     spectra = f"spectra/{table.fingerprint[:20]}.json"
     jsonio.write_whole(out / spectra, (json.dumps(_spectra(table)) + "\n").encode())
-    return Trained(repeat, seed, model, table, evaluate(model, test).to_json(), spectra)
+    return Trained(repeat, seed, model, table, auto, evaluate(model, test).to_json(), spectra)
 
 
 def _spectra(table: Table) -> dict[str, Any]:
@@ -111,8 +116,11 @@ def _spectra(table: Table) -> dict[str, Any]:
 
 def _cell(trained: Trained, train: data.Split, test: data.Split, method: str, keep: float, out: Path) -> dict[str, Any]:
     start = time.perf_counter()
-    plan = allocate(trained.table, Budget(params=keep), method=method, model=MODEL, seed=trained.seed)
-    small = apply_plan(trained.model, plan)
+    if method == "auto":
+        small, plan = build_network(trained.model, *trained.auto(Budget(params=keep)))
+    else:
+        plan = allocate(trained.table, Budget(params=keep), method=method, model=MODEL, seed=trained.seed)
+        small = apply_plan(trained.model, plan)
     seconds = {"compress": time.perf_counter() - start}
     scores = {"reference": trained.reference, "compressed": evaluate(small, test).to_json()}
     epochs = RETRAIN if keep in RETRAINED else 0

@@ -13,9 +13,9 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from rankwise.budget import Budget
 from rankwise.coverage import COMPRESSED, find_layers
 from rankwise.dream import imagine
-from rankwise.effects import effect_table
+from rankwise.effects import LARGEST, effect_table
 from rankwise.errors import RankwiseError
-from rankwise.influence import Influence
+from rankwise.influence import Influence, influences
 from rankwise.layer import Coverage
 from rankwise.methods import calibration, needs_budget, no_data, settings_for, table_for
 from rankwise.plan import Plan
@@ -178,6 +178,23 @@ def _parts(batch: Any) -> Iterable[Any]:
     if not isinstance(batch, Tensor) or batch.ndim != 4 or batch.numel() <= ENTRIES:
         return (batch,)
     return torch.split(batch, max(1, ENTRIES * len(batch) // batch.numel()))
+
+
+def seen_for(model: nn.Module, example: Any, plan: Plan, data: Any = None) -> Seen:
+    """What building a plan that was read from a file needs, if it was fitted to data: that data, or imagined inputs.
+
+    With the inputs of the time it was made it gives the same network again.
+    """
+    if not any(choice.decomposition == "whitened" for choice in plan.choices):
+        return Seen()
+    coverage, least = find_layers(model, example), 0.0
+    seed = int(plan.settings.get("seed") or 0)
+    if data is None:
+        data, least = imagine(model, example, coverage.macs, seed), IMAGINED
+    if data is None:
+        return Seen()  # surgery says what is missing
+    given = [part for batch in batches(data) for part in _parts(batch)]
+    return Seen({}, given, influences(model, given, list(coverage.layers), LARGEST, seed), least)
 
 
 def build_network(model: nn.Module, plan: Plan, seen: Seen) -> tuple[nn.Module, Plan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -53,8 +54,18 @@ def commit() -> str | None:
 
 
 def write_row(path: Path, row: dict[str, Any]) -> None:
+    """Numbers that are none (a loss that diverged) become null: JSON has no other word for them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    jsonio.write_whole(path, (json.dumps(row, indent=1, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(_finite(row), indent=1, ensure_ascii=False, allow_nan=False)
+    jsonio.write_whole(path, (text + "\n").encode())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(folder: str | Path) -> list[dict[str, Any]]:
