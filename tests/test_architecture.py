@@ -12,9 +12,9 @@ import rankwise
 SOURCE = Path(rankwise.__file__).parent
 FLOORS = [
     "errors version jsonio fold layer cost decompose measure moments pca tucker vbmf clusters response whiten",
-    "table table_file plan budget menu allocate knapsack unbudgeted search",
-    "modules pairs narrow forward coverage surgery checkpoint graph trials channels",
-    "images sources data probe sensitivity pruning influence effects refit recover dream methods job",
+    "times table table_file plan budget menu allocate knapsack unbudgeted search",
+    "modules pairs narrow forward coverage surgery fuse checkpoint graph trials channels",
+    "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file stopwatch methods job",
     "zoo spec factory weights vision networks evaluate augment feed recipes engine state train lc material",
     "results pipeline",
     "charts report demo flags show live train_cli cli __main__ __init__",

@@ -18,7 +18,8 @@ from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
 from rankwise.flags import example_for, read_budget, read_folds, read_groups
 from rankwise.forward import run_example, side_of, tensors_of, undisturbed
-from rankwise.job import Seen, build_network, find, is_free, recovered
+from rankwise.job import Seen, build_network, find, fused, is_free, recovered, times_for
+from rankwise.latency import read_timing
 from rankwise.layer import Coverage
 from rankwise.methods import METHODS, needs_budget, needs_data, settings_for
 from rankwise.plan import Plan
@@ -55,6 +56,11 @@ BaseOpt = Annotated[
     str | None,
     typer.Option("--base", metavar="MODEL", help="For a folder: the network to rebuild (needed for file.py:factory)."),
 ]
+TimingOpt = Annotated[
+    str | None,
+    typer.Option("--timing", metavar="T", help="How to time, such as batch=32,threads=2,layout=channels-last."),
+]
+FuseOpt = Annotated[bool, typer.Option("--fuse", help="Fold batch norms into the layers before them, for inference.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -90,7 +96,7 @@ def compress(
     keep: Annotated[float | None, typer.Option("--keep", help="Fraction of all params that may remain.")] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option("--budget", metavar="UNIT=VALUE", help="params=0.4 or macs=0.5; may be repeated."),
+        typer.Option("--budget", metavar="UNIT=VALUE", help="params=0.4, macs=0.5 or latency=0.6; may be repeated."),
     ] = None,
     method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(METHODS)}.")] = "auto",
     weights: WeightsOpt = None,
@@ -120,6 +126,18 @@ def compress(
     clustering: Annotated[
         str | None, typer.Option("--clustering", help=f"For messi: {', '.join(CLUSTERINGS)}.")
     ] = None,
+    timing: TimingOpt = None,
+    never_slower: Annotated[
+        bool | None,
+        typer.Option(
+            "--never-slower/--no-never-slower",
+            help="A layer stays whole unless its pair was measured to be faster; on for auto with an input shape.",
+        ),
+    ] = None,
+    rank_multiple: Annotated[
+        int | None, typer.Option("--rank-multiple", metavar="N", help="Channels between factors are multiples of N.")
+    ] = None,
+    fuse: FuseOpt = False,
     input: InputOpt = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the random starts.")] = None,
     exclude: ExcludeOpt = None,
@@ -141,12 +159,17 @@ def compress(
         "folds": read_folds(folds),
         "decompositions": decompositions.split(",") if decompositions else None,
         "clustering": clustering,
+        "never_slower": never_slower,
+        "rank_multiple": rank_multiple,
     }
+    how = read_timing(timing)
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
     seen = Seen()
     if plan is None:
         coverage = find_layers(network, example, exclude or ())
+        if method == "auto" and never_slower is None:
+            changes["never_slower"] = example is not None
         settings, free = settings_for(method, **changes), is_free(method, changes)
         check_coverage(coverage, strict, isinstance(settings, Filters))
         images = None
@@ -154,8 +177,10 @@ def compress(
             images = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
         asked = read_budget(keep, budget) if keep is not None or budget or needs_budget(settings) else None
         title = networks.architecture(model)
+        with show.progress("timing") as report:
+            times = times_for(network, example, coverage, settings, asked, how, report, fuse)
         with show.progress("layers") as report:
-            found, seen = find(network, example, coverage, settings, asked, method, title, images, report, free)
+            found, seen = find(network, example, coverage, settings, asked, method, title, images, report, free, times)
         if strict:
             check_pruned(found)
     else:
@@ -168,6 +193,8 @@ def compress(
             if source is None and data is not None:
                 source = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
             small = recovered(small, network, source, recover, lambda i, n, loss: report("", i, n))
+    if fuse:
+        small, found = fused(small, found, example)
     scores = None
     if data is not None:
         test = load_data(data, split, size=side_of(example))

@@ -14,7 +14,9 @@ from rankwise.coverage import COMPRESSED, find_layers
 from rankwise.dream import imagine
 from rankwise.effects import effect_table
 from rankwise.errors import RankwiseError
+from rankwise.fuse import find_norms, fuse_norms
 from rankwise.influence import Influence
+from rankwise.latency import Timing
 from rankwise.layer import Coverage
 from rankwise.methods import calibration, needs_budget, no_data, settings_for, table_for
 from rankwise.plan import Plan
@@ -23,8 +25,10 @@ from rankwise.pruning import Filters, plan_filters
 from rankwise.recover import Steps, recover_
 from rankwise.refit import apply_fitted
 from rankwise.search import Settings, find_plan
+from rankwise.stopwatch import measure_times
 from rankwise.surgery import apply_plan
 from rankwise.table import Progress
+from rankwise.times import Times
 
 IMAGINED = 0.1  # how far moments of imagined inputs are drawn towards the identity
 
@@ -56,13 +60,17 @@ def find(
     data: Any = None,
     progress: Progress | None = None,
     free: bool = False,
+    times: Times | None = None,
 ) -> tuple[Plan, Seen]:
-    """The plan of any method, and what building it needs. `free` lets `auto` look at data, see `is_free`."""
+    """The plan of any method, and what building it needs. `free` lets `auto` look at data, see `is_free`.
+
+    `times` were measured, for budgets in latency and never_slower (`times_for`).
+    """
     if isinstance(settings, Filters):
         assert budget is not None, "needs_budget has asked for one"
         return plan_filters(model, example, coverage, settings, budget, method, title, data), Seen()
     if free:
-        found = _auto(model, example, coverage, settings, budget, title, data, progress)
+        found = _auto(model, example, coverage, settings, budget, title, data, progress, times)
         if found is not None:
             return found
     elif settings.error == "effect" or "whitened" in settings.decompositions:
@@ -73,8 +81,9 @@ def find(
                 f"error={settings.error!r} with decompositions={settings.decompositions!r} was asked for: 'effect' and "
                 f"'whitened' are known together only, and method='auto' with data= takes both"
             )
-        return _by_effect(model, coverage, settings, budget, method, title, data, progress, "calibration", 0.0)
+        return _by_effect(model, coverage, settings, budget, method, title, data, progress, "calibration", 0.0, times)
     table = table_for(model, coverage, settings, data, progress)
+    table.times = times
     return find_plan(table, budget, settings, method, title), Seen(table.moments)
 
 
@@ -87,6 +96,7 @@ def _auto(
     title: str,
     data: Any,
     progress: Progress | None,
+    times: Times | None,
 ) -> tuple[Plan, Seen] | None:
     """By the effect on the network's outputs, on data or on imagined inputs; None if there are neither."""
     inputs, least = "calibration", 0.0
@@ -97,12 +107,12 @@ def _auto(
     wanted = replace(settings, error="effect", decompositions=("whitened", "svd"))
 
     def otherwise(err: LinAlgError) -> tuple[Plan, Seen]:
-        plan, seen = find(model, example, coverage, settings, budget, "auto", title)
+        plan, seen = find(model, example, coverage, settings, budget, "auto", title, times=times)
         warning = f"calibration failed ({str(err).splitlines()[0]}), so this plan looks at the weights alone"
         return replace(plan, search={**plan.search, "warning": warning}), seen
 
     try:
-        plan, seen = _by_effect(model, coverage, wanted, budget, "auto", title, data, progress, inputs, least)
+        plan, seen = _by_effect(model, coverage, wanted, budget, "auto", title, data, progress, inputs, least, times)
     except LinAlgError as err:  # numbers that no shrinking could save: the weights alone will do
         return otherwise(err)
     return plan, replace(seen, otherwise=otherwise)
@@ -119,11 +129,37 @@ def _by_effect(
     progress: Progress | None,
     inputs: str,
     least: float,
+    times: Times | None,
 ) -> tuple[Plan, Seen]:
     given = list(batches(data))  # read for every layer
     table, influence = effect_table(model, coverage, settings, given, progress, least)
+    table.times = times
     plan = find_plan(table, budget, settings, method, title)
     return replace(plan, search={**plan.search, "inputs": inputs}), Seen({}, given, influence, least)
+
+
+def times_for(
+    model: nn.Module,
+    example: Any,
+    coverage: Coverage,
+    settings: Settings | Filters,
+    budget: Budget | None,
+    timing: Timing | None = None,
+    progress: Progress | None = None,
+    fuse: bool = False,
+) -> Times | None:
+    """Measured times where a budget in latency or never_slower needs them; None elsewhere."""
+    if isinstance(settings, Filters) or not (settings.never_slower or (budget is not None and budget.latency)):
+        return None
+    return measure_times(model, example, timing, coverage, progress, fuse=fuse)
+
+
+def fused(small: nn.Module, plan: Plan, example: Any) -> tuple[nn.Module, Plan]:
+    """The network with its batch norms folded into its layers, and a plan that says so."""
+    norms = find_norms(small, example)
+    small = fuse_norms(small, norms)
+    params = sum(p.numel() for p in small.parameters())
+    return small, replace(plan, fused=norms, after=replace(plan.after, params=params))
 
 
 def build_network(model: nn.Module, plan: Plan, seen: Seen) -> tuple[nn.Module, Plan]:
@@ -149,18 +185,23 @@ def compress(
     progress: Progress | None = None,
     data: Any = None,
     recover: int = 0,
+    latency: float | None = None,
+    timing: Timing | None = None,
+    fuse: bool = False,
     **changes: Any,
 ) -> tuple[nn.Module, Plan]:
     """The whole job: a smaller copy of the model, and the plan it follows.
 
     `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input; only tucker2 can do without either. `data`, any iterable of
+    multiply-adds, which needs an example input, `latency` for the measured time of the example (see `Timing`); only
+    tucker2 can do without any. `data`, any iterable of
     inputs without labels or a specification such as "digits", is for methods that look at activations, and for
-    `recover`: so many steps of distillation from the original network at the end.
+    `recover`: so many steps of distillation from the original network at the end. `fuse` folds batch norms into the
+    layers before them, for inference.
     """
     settings = settings_for(method, **changes)
-    asked = keep is not None or macs is not None or needs_budget(settings)
-    budget = Budget(params=keep, macs=macs) if asked else None
+    asked = any(part is not None for part in (keep, macs, latency)) or needs_budget(settings)
+    budget = Budget(params=keep, macs=macs, latency=latency) if asked else None
     coverage = find_layers(model, example, exclude)
     if any(s.reason == COMPRESSED for s in coverage.skipped):
         raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
@@ -168,9 +209,11 @@ def compress(
         raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
     source = calibration(data, example)
     title, free = type(model).__name__, is_free(method, changes)
-    plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free)
+    times = times_for(model, example, coverage, settings, budget, timing, progress, fuse)
+    plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free, times)
     small, plan = build_network(model, plan, seen)
-    return (recovered(small, model, seen.data or source, recover), plan) if recover else (small, plan)
+    small = recovered(small, model, seen.data or source, recover) if recover else small
+    return fused(small, plan, example) if fuse else (small, plan)
 
 
 def recovered(small: nn.Module, model: nn.Module, data: Any, steps: int, progress: Steps | None = None) -> nn.Module:
