@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from rankwise import checkpoint, networks, show, train_cli
+from rankwise import checkpoint, deploy_cli, networks, show, train_cli
 from rankwise.clusters import CLUSTERINGS
 from rankwise.cost import DECOMPOSITIONS
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
@@ -256,6 +256,7 @@ def demo(
 
 
 train_cli.register(app)
+deploy_cli.register(app)
 
 
 def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:

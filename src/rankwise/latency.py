@@ -5,6 +5,7 @@ What is compared is timed in turns (a, b, a, b, …), so that a machine that slo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from rankwise.errors import RankwiseError
 from rankwise.surgery import copy_model
 
 LAYOUTS = ("contiguous", "channels-last")
+ENOUGH = 1.0  # seconds in which the least of many short runs is near what a quiet machine takes
 Run = Callable[[], object]
 
 
@@ -90,10 +92,18 @@ class Measured:
         return {"median": self.median, "best": self.best, "spread": self.spread, "n": len(self.seconds)}
 
 
-def race(runs: Sequence[Run], timing: Timing, device: torch.device | None = None) -> list[Measured]:
-    """Time several things in turns, each `repeats` times after `warmup` rounds that do not count."""
+def race(
+    runs: Sequence[Run], timing: Timing, device: torch.device | None = None, most: float = math.inf
+) -> list[Measured]:
+    """Time several things in turns, each `repeats` times after `warmup` rounds that do not count.
+
+    After `most` seconds there are no more than three rounds.
+    """
     seconds: list[list[float]] = [[] for _ in runs]
+    end = time.monotonic() + most
     for turn in range(timing.warmup + timing.repeats):
+        if len(seconds[0]) >= 3 and time.monotonic() > end:
+            break
         for run, found in zip(runs, seconds, strict=True):
             took = once(run, device)
             if turn >= timing.warmup:
@@ -129,7 +139,7 @@ def time_networks(models: Sequence[nn.Module], example: Any, timing: Timing | No
     """What each network takes for the example, in turns; the networks themselves are left as they are."""
     timing = timing or Timing()
     with on_threads(timing.threads), torch.inference_mode():
-        runs = [_ready(model, example, timing)[1] for model in models]
+        runs = [ready_to_run(model, example, timing)[1] for model in models]
         return race(runs, timing, device_of(models[0]))
 
 
@@ -142,15 +152,8 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-@contextmanager
-def prepared(model: nn.Module, example: Any, timing: Timing) -> Iterator[tuple[nn.Module, Run]]:
-    """A copy of the network and a run of it on the example, on the threads and in the layout asked for."""
-    with on_threads(timing.threads), torch.inference_mode():
-        yield _ready(model, example, timing)
-
-
-def _ready(model: nn.Module, example: Any, timing: Timing) -> tuple[nn.Module, Run]:
-    """A copy of the network in the layout asked for, with its inputs, ready to run."""
+def ready_to_run(model: nn.Module, example: Any, timing: Timing) -> tuple[nn.Module, Run]:
+    """A copy of the network in the layout asked for, and a run of it on the example."""
     ready = copy_model(model).eval()
     if timing.layout == "channels-last":
         ready = ready.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -185,11 +188,49 @@ def in_layout(value: Tensor, layout: str) -> Tensor:
     return value
 
 
-def split_seconds(model: nn.Module, run: Run, names: Sequence[str], timing: Timing) -> tuple[float, dict[str, float]]:
-    """Where the time of a run goes: seconds beside the layers, and seconds of each layer over all of its calls.
+def shapes_seen(model: nn.Module, run: Run, names: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
+    """The shape of every input that each of the modules gets in a run, call by call."""
+    found: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
+
+    def watch(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found[name].append(tuple((args[0] if args else next(iter(kwargs.values()))).shape))
+
+        return model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+    handles = [watch(name) for name in names]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+Split = tuple[float, dict[str, float]]  # seconds beside the layers, and those of each layer
+
+
+def split_seconds(networks: Sequence[tuple[nn.Module, Run]], names: Sequence[str], timing: Timing) -> list[Split]:
+    """Where the time of networks goes, in turns: beside the layers, and in each layer over all of its calls.
 
     The least of all runs, part by part. A layer that is never called takes none and is left out.
     """
+    rounds: list[list[Split]] = [[] for _ in networks]
+    end = time.monotonic() + ENOUGH
+    for turn in range(timing.warmup + 50):
+        if turn >= timing.warmup + timing.repeats and time.monotonic() > end:
+            break
+        for (model, run), found in zip(networks, rounds, strict=True):
+            split = _split(model, run, names)
+            if turn >= timing.warmup:
+                found.append(split)
+    return [
+        (min(rest for rest, _ in found), {name: min(layers[name] for _, layers in found) for name in found[0][1]})
+        for found in rounds
+    ]
+
+
+def _split(model: nn.Module, run: Run, names: Sequence[str]) -> Split:
     device = device_of(model)
     spent: dict[str, float] = {}
     started: list[float] = []
@@ -205,17 +246,12 @@ def split_seconds(model: nn.Module, run: Run, names: Sequence[str], timing: Timi
 
         return hook
 
-    rounds: list[tuple[float, dict[str, float]]] = []
     modules = [(name, model.get_submodule(name)) for name in names]
     handles = [m.register_forward_pre_hook(before) for _, m in modules]
     handles += [m.register_forward_hook(after(name)) for name, m in modules]
     try:
-        for turn in range(timing.warmup + timing.repeats):
-            spent.clear()
-            whole = once(run, device)
-            if turn >= timing.warmup:
-                rounds.append((whole - sum(spent.values()), dict(spent)))
+        whole = once(run, device)
     finally:
         for handle in handles:
             handle.remove()
-    return min(rest for rest, _ in rounds), {name: min(r[name] for _, r in rounds) for name in rounds[0][1]}
+    return whole - sum(spent.values()), spent

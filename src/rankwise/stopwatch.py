@@ -27,7 +27,17 @@ from rankwise.cost import Option, costs, options_for
 from rankwise.coverage import find_layers
 from rankwise.errors import RankwiseError
 from rankwise.fuse import find_norms, fuse_norms
-from rankwise.latency import Run, Timing, device_of, in_layout, on_threads, once, prepared, split_seconds
+from rankwise.latency import (
+    Run,
+    Timing,
+    device_of,
+    in_layout,
+    on_threads,
+    once,
+    ready_to_run,
+    shapes_seen,
+    split_seconds,
+)
 from rankwise.layer import LINEAR_KINDS, Coverage, Layer
 from rankwise.modules import dense_module
 from rankwise.pairs import build_pair
@@ -38,7 +48,7 @@ from rankwise.times_file import Store, machine, place
 SLICES = (1, 2, 4)
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125, 0.06)  # of the rank at which a pair has as many macs as the layer
 ROUNDS = (4, 12)  # turns at least, and at most
-SECONDS = 120.0  # to spend on one network
+SECONDS = 100.0  # to spend on one network
 SHORT = 0.010  # seconds: inputs are cut into smaller batches until a layer takes about that, …
 FEWEST = 4  # … but not below so many
 HOPELESS = 1.3  # an option so much slower than the layer at half of its macs is not looked at further
@@ -67,54 +77,32 @@ def measure_times(
     if timing.compiled:
         raise RankwiseError("layers are timed eagerly, and timing with compiled=True was asked for: leave it out")
     coverage = coverage or find_layers(model, example)
-    with on_threads(timing.threads):
+    with on_threads(timing.threads), torch.inference_mode():
         store = Store(place(cache, torch.get_num_threads()))
         before = len(store.known)
         models = [model, fuse_norms(model, find_norms(model, example))] if fuse else [model]
-        wholes = [_network(store, one, example, timing, coverage) for one in models]
-        found = _layers(store, model, wholes[0]["shapes"], timing, coverage, progress, seconds)
+        wholes, shapes = _networks(store, models, example, timing, coverage)
+        found = _layers(store, model, shapes, timing, coverage, progress, seconds)
         if len(store.known) > before:
             store.save()
-    how = {**timing.to_json(), "fuse": fuse, "machine": machine()}
-    return Times(
-        wholes[0]["fixed"],
-        wholes[0]["layers"],
-        _pairs(found, wholes[0]["layers"]),
-        how,
-        wholes[1]["fixed"] if fuse else None,
-    )
+    layers, how = wholes[0]["layers"], {**timing.to_json(), "fuse": fuse, "machine": machine()}
+    fused = min(whole["fixed"] for whole in wholes) if fuse else None
+    return Times(wholes[0]["fixed"], layers, _pairs(found, layers), how, fused)
 
 
-def _network(store: Store, model: nn.Module, example: Any, timing: Timing, coverage: Coverage) -> dict[str, Any]:
-    """{"fixed": seconds beside the layers, "layers": seconds by name, "shapes": of every input of a layer}."""
+def _networks(
+    store: Store, models: list[nn.Module], example: Any, timing: Timing, coverage: Coverage
+) -> tuple[list[dict[str, Any]], dict[str, list[Shape]]]:
+    """For each network {"fixed": seconds beside the layers, "layers": by name}; and the shapes of layers' inputs."""
     names = [layer.name for layer in coverage.layers]
-    with prepared(model, example, timing) as (ready, run):
-        shapes = _shapes(ready, run, names)
-        text = f"{model!r}|{sorted(shapes.items())}|{_dtype(model)}|{device_of(model)}|{timing.layout}"
-        key = "network|" + hashlib.sha256(text.encode()).hexdigest()
-        if key not in store.known:
-            fixed, layers = split_seconds(ready, run, names, timing)
+    ready = [ready_to_run(model, example, timing) for model in models]
+    shapes = shapes_seen(*ready[0], names)
+    how = f"{sorted(shapes.items())}|{_dtype(models[0])}|{device_of(models[0])}|{timing.layout}"
+    keys = ["network|" + hashlib.sha256(f"{model!r}|{how}".encode()).hexdigest() for model in models]
+    if any(key not in store.known for key in keys):
+        for key, (fixed, layers) in zip(keys, split_seconds(ready, names, timing), strict=True):
             store.known[key] = {"fixed": fixed, "layers": layers}
-    return {**store.known[key], "shapes": shapes}
-
-
-def _shapes(model: nn.Module, run: Run, names: list[str]) -> dict[str, list[Shape]]:
-    """The shape of every input that each of the layers gets, call by call."""
-    found: dict[str, list[Shape]] = {name: [] for name in names}
-
-    def watch(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[name].append(tuple((args[0] if args else next(iter(kwargs.values()))).shape))
-
-        return model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-
-    handles = [watch(name) for name in names]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+    return [store.known[key] for key in keys], shapes
 
 
 def _layers(
