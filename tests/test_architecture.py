@@ -14,7 +14,8 @@ FLOORS = [
     "errors version jsonio fold layer cost decompose measure moments pca tucker vbmf clusters response whiten",
     "times table table_file plan budget menu allocate knapsack unbudgeted search",
     "modules pairs narrow forward coverage surgery fuse checkpoint graph trials channels",
-    "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file stopwatch merge methods job",
+    "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file "
+    "stopwatch merge methods job",
     "zoo spec factory weights vision networks evaluate augment feed recipes engine state train lc material",
     "results pipeline",
     "charts report demo flags show live train_cli export bench deploy_cli cli __main__ __init__",

@@ -170,8 +170,7 @@ def _menu(
         params, macs = costs(layer, option)
         by_unit: dict[str, Ints | None] = {"params": params, "macs": macs, "latency": None}
         if table.times and timed:
-            # A layer that is never called takes no time whatever becomes of it.
-            by_unit["latency"] = table.times.by_rank(layer, option) if whole["latency"] else 0 * params
+            by_unit["latency"] = table.times.by_rank(layer, option)
         if timed and by_unit["latency"] is None:
             continue  # nobody knows how long it takes
         columns = [params if (column := by_unit[u]) is None else column for u in units]

@@ -64,11 +64,13 @@ class Times:
         Straight lines between the measured ranks, and through the origin beyond the last. More rank is never taken to
         be faster: where measurements say so it is noise, and their mean is taken (isotonic regression).
         """
+        every = np.arange(full_rank(layer, option) + 1)
+        if not self.dense(layer.name):
+            return 0 * every  # a layer that is never called takes no time whatever becomes of it
         samples = self.pairs.get((layer.name, option.fold, option.groups))
         if option.decomposition not in TIMED or samples is None:
             return None
         ranks, seconds = np.array(samples[0]), rising(np.array(samples[1]))
-        every = np.arange(full_rank(layer, option) + 1)
         found = np.interp(every, ranks, seconds) * np.maximum(1.0, every / ranks[-1])
         whole: Ints = np.ceil(found * NANO).astype(np.int64)
         return whole

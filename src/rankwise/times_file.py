@@ -77,7 +77,6 @@ def machine() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     parts = (
-        platform.node(),
         model or platform.processor(),
         str(os.cpu_count()),
         device,
