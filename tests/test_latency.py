@@ -192,6 +192,16 @@ def test_never_slower_unless_the_budget_needs_it(seed: int, keep: float, slow: f
         assert least + beside > rules.limits(table.coverage)["params"]
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 500))
+def test_the_least_that_is_stated_can_be_asked_for(seed: int) -> None:
+    table = table_with_times(seed)
+    said = check_sentence(lambda: rw.allocate(table, rw.Budget(latency=1e-6)))
+    keep = float(said.split("(keep ")[1].split(")")[0])
+    assert rw.allocate(table, rw.Budget(latency=keep)).keep("latency") <= keep
+    check_sentence(lambda: rw.allocate(table, rw.Budget(latency=keep - 4e-4)))
+
+
 def test_folded_norms_leave_more_time_to_the_layers() -> None:
     table = table_with_times(3)
     assert table.times is not None

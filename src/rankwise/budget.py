@@ -10,6 +10,9 @@ from typing import Any
 from rankwise.errors import RankwiseError
 from rankwise.layer import Coverage
 
+# Predicted times are a little off: so much more of the time must go, by prediction, than was asked for.
+RESERVE = Fraction(7, 100)
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -71,7 +74,17 @@ class Budget:
                 "table.times = rankwise.measure_times(model, example); methods that remove filters have none"
             )
         totals = {"params": coverage.params, "macs": coverage.macs or 0, "latency": nanoseconds or 0}
-        return {unit: self.limit(unit, totals[unit]) for unit in self.units}
+        limits = {unit: self.limit(unit, totals[unit]) for unit in self.units}
+        if self.latency is not None:
+            total = totals["latency"]
+            limits["latency"] = total - math.ceil((total - limits["latency"]) * (1 + RESERVE))
+        return limits
+
+    @staticmethod
+    def keep_for(nanoseconds: int, total: int) -> float:
+        """The least latency to ask for where a plan takes so long: `limits` the other way round, rounded up."""
+        share = 1 - Fraction(total - nanoseconds - 2, max(1, total)) / (1 + RESERVE)
+        return math.ceil(10_000 * share) / 10_000
 
     def to_json(self) -> dict[str, Any]:
         return {unit: getattr(self, unit) for unit in self.units}

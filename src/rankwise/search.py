@@ -251,6 +251,7 @@ def _cannot_be_met(
         share = math.ceil(10_000 * Fraction(least, whole[unit])) / 10_000 if whole[unit] else 1.0
         asked, possible = f"{limits[unit]:,} {unit} are", f"{least:,}"
         if unit == "latency":
+            share = budget.keep_for(least, whole[unit])
             asked, possible = f"{limits[unit] / 1e6:.3f} ms are", f"{least / 1e6:.3f} ms"
         parts.append(f"at most {asked} asked for and the least possible is {possible} (keep {share:.4f})")
     together = "" if len(parts) == 1 else ", each on its own"
