@@ -72,8 +72,9 @@ def seconds_of(table: rw.Table, plan: rw.Plan) -> float:
             whole += table.times.layers[layer.name]
         else:
             ranks, seconds = table.times.pairs[layer.name, c.fold, c.groups]
-            scale = max(1.0, c.rank / ranks[-1])
-            whole += float(np.interp(c.rank, ranks, rising(np.array(seconds)))) * scale
+            rank = c.rank if c.rank <= 8 else 8 * -(-c.rank // 8)
+            rank = min(rank, ranks[-1]) if c.rank <= ranks[-1] else rank
+            whole += float(np.interp(rank, ranks, rising(np.array(seconds)))) * max(1.0, rank / ranks[-1])
     return whole
 
 
@@ -98,7 +99,7 @@ def test_times_between_and_beyond_the_measured_ranks() -> None:
     times = Times(0.0, {"a": 10e-9}, {("a", "f│c", 1): ((2, 4), (2e-9, 6e-9))})
     by_rank = times.by_rank(layer, Option("f│c", 1))
     assert by_rank is not None
-    assert by_rank[[1, 2, 3, 4, 8, 16]].tolist() == [2, 2, 4, 6, 12, 24]
+    assert by_rank[[1, 2, 3, 4, 8, 9, 16]].tolist() == [2, 2, 4, 6, 12, 24, 24]
     assert (times.by_rank(layer, Option("f│c", 1, "whitened")) == by_rank).all()
     assert times.by_rank(layer, Option("f│c", 2)) is None
     assert times.by_rank(layer, Option("f│c", 1, "tucker2", outer=1)) is None

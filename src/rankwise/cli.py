@@ -312,7 +312,8 @@ def verify(folder: Path, small: nn.Module, original: nn.Module, example: Tensor 
 
 
 def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: dict[str, Any]) -> None:
-    given = [f"--{name}" for name, value in {"keep": keep, "budget": budget, **changes}.items() if value is not None]
+    every = {"keep": keep, "budget": budget, **changes}
+    given = [f"--{name.replace('_', '-')}" for name, value in every.items() if value is not None]
     if given:
         raise RankwiseError(
             f"--plan replays decisions that are made already, and {given[0]} asks for new ones: drop one"
