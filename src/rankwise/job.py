@@ -25,7 +25,7 @@ from rankwise.pruning import Filters, plan_filters
 from rankwise.recover import Steps, recover_
 from rankwise.refit import apply_fitted
 from rankwise.search import Settings, find_plan
-from rankwise.stopwatch import measure_times
+from rankwise.stopwatch import SLICES, measure_times
 from rankwise.surgery import apply_plan
 from rankwise.table import Progress
 from rankwise.times import Times
@@ -69,6 +69,8 @@ def find(
     if isinstance(settings, Filters):
         assert budget is not None, "needs_budget has asked for one"
         return plan_filters(model, example, coverage, settings, budget, method, title, data), Seen()
+    if times is not None and settings.groups == "all":
+        settings = replace(settings, groups=SLICES)  # others were not measured, so they could not be chosen
     if free:
         found = _auto(model, example, coverage, settings, budget, title, data, progress, times)
         if found is not None:

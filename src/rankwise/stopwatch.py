@@ -49,8 +49,8 @@ SLICES = (1, 2, 4)
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125, 0.06)  # of the rank at which a pair has as many macs as the layer
 ROUNDS = (4, 12)  # turns at least, and at most
 SECONDS = 100.0  # to spend on one network
-SHORT = 0.010  # seconds: inputs are cut into smaller batches until a layer takes about that, …
-FEWEST = 4  # … but not below so many
+SHORT = 0.020  # seconds: inputs are cut into smaller batches until a layer takes about that, …
+FEWEST = 8  # … but not below so many
 HOPELESS = 1.3  # an option so much slower than the layer at half of its macs is not looked at further
 
 Cell = tuple[Option, int]  # an option at a rank
