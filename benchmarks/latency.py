@@ -34,6 +34,7 @@ from rankwise.methods import AUTO
 from rankwise.probe import batches
 from rankwise.refit import apply_fitted
 from rankwise.search import find_plan
+from rankwise.stopwatch import SLICES
 from rankwise.surgery import copy_model, replace_layers_
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -73,13 +74,13 @@ class Bench:
         start = time.perf_counter()
         self.times = rw.measure_times(self.model, self.example, self.timing, self.coverage, cache=args.cache, fuse=True)
         self.measuring = time.perf_counter() - start
-        self.settings, self.inputs, self.influence = AUTO, None, {}
+        self.settings, self.inputs, self.influence = replace(AUTO, groups=SLICES), None, {}
         if name == "resnet20" and args.data:
-            self.settings = replace(AUTO, error="effect", decompositions=("whitened", "svd"))
+            self.settings = replace(self.settings, error="effect", decompositions=("whitened", "svd"))
             self.inputs = list(batches(data.load(f"parquet:{args.data}", "fit").thin(IMAGES)))
             self.table, self.influence = effect_table(self.model, self.coverage, self.settings, self.inputs)
         else:
-            self.table = rw.build_table(self.model, self.example)
+            self.table = rw.build_table(self.model, self.example, groups=SLICES)
 
     def plan(self, fuse: bool, never_slower: bool = False, **budget: float) -> rw.Plan | None:
         self.table.times = self.times if fuse else replace(self.times, fused=None)

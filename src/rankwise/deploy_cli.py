@@ -10,6 +10,7 @@ from rich.table import Table as Grid
 
 from rankwise import networks, show
 from rankwise.bench import ENGINES, Job, bench
+from rankwise.checkpoint import read_plan
 from rankwise.errors import RankwiseError
 from rankwise.export import TARGETS
 from rankwise.export import export as write
@@ -37,7 +38,9 @@ def bench_command(
     engines: Annotated[str, typer.Option("--engines", metavar="E,…", help="Of " + ", ".join(ENGINES) + ".")] = ",".join(
         ENGINES
     ),
-    layout: Annotated[str, typer.Option("--layout", help=" or ".join(LAYOUTS) + ".")] = "contiguous",
+    layout: Annotated[
+        str | None, typer.Option("--layout", help=f"{' or '.join(LAYOUTS)}. Default: as the plan was timed.")
+    ] = None,
     fuse: FuseOpt = False,
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Runs that count, at most.")] = 9,
     base: BaseOpt = None,
@@ -52,7 +55,7 @@ def bench_command(
         input,
         batches=_numbers("--batch", batch),
         engines=tuple(engines.split(",")),
-        layout=layout,
+        layout=layout or _planned_layout(folder),
         fuse=fuse,
         repeats=repeats,
         **given,
@@ -156,6 +159,14 @@ def sizes_grid(found: dict[str, Any]) -> Grid:
 def _need_folder(folder: Path) -> None:
     if not (folder / "plan.json").is_file():
         raise RankwiseError(f"{folder} is not a compressed network: give a folder that `rankwise compress` wrote")
+
+
+def _planned_layout(folder: Path) -> str:
+    """The memory layout that the plan's budget in time was measured in; what torch does by itself if there is none."""
+    latency = read_plan(folder).search.get("latency")
+    timing = latency.get("timing") if isinstance(latency, dict) else None
+    layout = timing.get("layout") if isinstance(timing, dict) else None
+    return layout if layout in LAYOUTS else LAYOUTS[0]
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
