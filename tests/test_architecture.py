@@ -16,9 +16,11 @@ FLOORS = [
     "modules pairs narrow forward coverage surgery fuse checkpoint graph trials channels",
     "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file "
     "stopwatch merge methods job",
-    "zoo spec factory weights vision networks evaluate augment feed recipes engine state train lc material",
-    "results pipeline",
-    "charts report demo flags show live train_cli export bench deploy_cli cli __main__ __init__",
+    "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state train lc "
+    "material",
+    "results pipeline curves embed store study study_file reference cell cluster runner estimate published summary "
+    "tabular overview",
+    "charts report demo flags show live train_cli report_cli study_cli export bench deploy_cli cli __main__ __init__",
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(SOURCE.glob("*.py"))
@@ -57,6 +59,7 @@ def test_core_import_needs_little(tmp_path: Path) -> None:
     import sys
 
     extras = "torchvision timm datasets sklearn transformers plotly PIL pandas scipy onnx ray accelerate torch_pruning"
+    extras += " matplotlib"
     code = f"import rankwise, sys; print([m for m in '{extras}'.split() if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

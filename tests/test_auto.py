@@ -468,6 +468,26 @@ def test_a_large_layer_is_decomposed_by_its_weights(
     assert moved(small, same, seen[0]) == 0
 
 
+def test_few_options_of_a_large_layer_are_as_good_as_all(
+    plain: nn.Module, seen: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a rough measure puts near the front: fewer fits, the same total effect or nearly."""
+    counts, totals = [], []
+    for small in (10_000, 0):
+        monkeypatch.setattr(effects, "SMALL", small)
+        table, _ = effects.effect_table(
+            plain, rw.find_layers(plain, seen[0][:1]), Settings(error="effect", decompositions=("whitened",)), seen
+        )
+        counts.append(len(table.given))
+        plans = [
+            rw.allocate(table, rw.Budget(params=k), error="effect", decompositions=("whitened",)) for k in (0.3, 0.6)
+        ]
+        totals.append([sum(c.error["effect"] for c in plan.choices) for plan in plans])
+    assert counts[1] < counts[0]
+    for every, some in zip(*totals, strict=True):
+        assert every <= some * (1 + 1e-9) <= 1.1 * every
+
+
 def failing(*_: Any, **__: Any) -> Any:
     raise LinAlgError("it did not converge\nat all")
 
@@ -604,17 +624,23 @@ def test_layers_are_fitted_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(Backwards)
     x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
     order: list[str] = []
-    real = refit._target
+    real = refit._side_by_side
 
-    def watched(model: nn.Module, small: nn.Module, layer: Any, *rest: Any) -> Any:
-        order.append(layer.name)
-        return real(model, small, layer, *rest)
+    def watched(model: nn.Module, small: nn.Module, tasks: Any, *rest: Any) -> Any:
+        order.append("+".join(layer.name for _, layer in tasks))
+        return real(model, small, tasks, *rest)
 
-    monkeypatch.setattr(refit, "_target", watched)
+    monkeypatch.setattr(refit, "_side_by_side", watched)
     small, plan = rw.compress(model, x[:1], keep=0.5, data=[x])
     assert {c.name for c in plan.choices} == {"first", "second", "third"}
     assert order == ["first", "second", "third"]
     assert moved(model, small, x) < moved(model, as_svd(model, plan), x)
+    for passes, wanted in ((2, ["first", "second+third"]), (1, ["first+second+third"])):
+        order.clear()
+        monkeypatch.setattr(refit, "WORK", passes * 2 * 200 * 3 * 16 * 16)
+        fewer, _ = rw.compress(model, x[:1], keep=0.5, data=[x])
+        assert order == wanted
+        assert moved(model, small, x) <= moved(model, fewer, x) < moved(model, as_svd(model, plan), x)
 
 
 def test_operations_in_place_do_not_spoil_the_fit(plain: nn.Module, seen: list[Tensor]) -> None:

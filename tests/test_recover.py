@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.data import load
-from rankwise.recover import recover, recover_
+from rankwise.recover import recover, recover_, varied
 from sentences import check_sentence
 
 
@@ -86,6 +86,23 @@ def test_losses_fall_and_time_is_kept() -> None:
     assert sum(losses[-5:]) < sum(losses[:5])
     assert recover_(small, model, data, steps=10**6, seconds=0.0) == []
     assert recover_(small, model, data, steps=0) == []
+
+
+def test_variations_are_mirrored_and_mixed_images() -> None:
+    """Of constant images of different brightness: about half stay as they are, the others lie between two of them."""
+    level = torch.arange(1000.0)[:, None, None, None].expand(1000, 3, 4, 4)
+    found = varied(level, torch.Generator().manual_seed(0))
+    assert found.shape == level.shape
+    assert float(found.amin()) >= 0
+    assert float(found.amax()) <= 999
+    assert torch.equal(found.flatten(1).amin(1), found.flatten(1).amax(1))
+    same = (found == level).flatten(1).all(1)
+    assert 400 < int(same.sum()) < 600
+    ramp = torch.arange(4.0).expand(1000, 1, 4, 4)
+    left = varied(ramp, torch.Generator().manual_seed(0))[:, 0, 0, 0]
+    assert 150 < int((left == 0).sum()) < 450
+    assert 150 < int((left == 3).sum()) < 450
+    assert torch.equal(varied(ramp, torch.Generator().manual_seed(1)), varied(ramp, torch.Generator().manual_seed(1)))
 
 
 def test_bad_requests() -> None:

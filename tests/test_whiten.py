@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise import probe
-from rankwise.cost import Option, full_rank
+from rankwise.cost import Option, full_rank, taps
 from rankwise.decompose import compose, factors, pair_weights
 from rankwise.layer import Layer
 from rankwise.pairs import build_pair, fill_pair_, merge_pair, put_weights_
-from rankwise.whiten import fit, root_of, share_for, shrunk
+from rankwise.whiten import fit, root_of, rough_errors, share_for, shrunk
 from strategies import KINDS, TRANSPOSED, blocks, cases, every_option
 from test_laws import layer_of, relative
 from test_response import samples
@@ -181,6 +181,19 @@ def test_with_white_inputs_and_outputs_it_is_the_svd(kind: str, data: Data) -> N
     (own,) = table.options(table.coverage.layers[0])
     residual = table.curve(table.coverage.layers[0], own, "residual").values()
     np.testing.assert_allclose(found.errors, residual, rtol=1e-6, atol=1e-7 * max(residual[0], 1e-12))
+
+
+@law
+def test_rough_errors_are_exact_where_nothing_is_correlated(kind: str, data: Data) -> None:
+    """White inputs, or one slice whose decoder owns no taps."""
+    module, _, layer, option = drawn(kind, data)
+    d = probe.patch_size(layer)
+    alone = option.groups == 1 and taps(layer, option)[0] == 1
+    white = torch.eye(d, dtype=torch.float64).expand(layer.groups, d, d)
+    moment, metric = moment_of(data, layer, full=True) if alone else white, metric_of(data, layer)
+    wanted = fit(module.weight, layer, option, moment, metric).errors
+    found = rough_errors(module.weight, layer, option, moment, metric)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * max(wanted[0], 1e-12))
 
 
 @law

@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from rankwise import checkpoint, deploy_cli, networks, show, train_cli
+from rankwise import checkpoint, deploy_cli, networks, report_cli, show, study_cli, train_cli
 from rankwise.clusters import CLUSTERINGS
 from rankwise.cost import DECOMPOSITIONS
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
@@ -17,13 +17,15 @@ from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
 from rankwise.flags import example_for, read_budget, read_folds, read_groups
+from rankwise.forecast import can_forecast, forecast
 from rankwise.forward import run_example, side_of, tensors_of, undisturbed
-from rankwise.job import Seen, build_network, find, fused, is_free, recovered, times_for
+from rankwise.job import Planner, Seen, build_network, fused, is_free, planner, recovered, times_for
 from rankwise.latency import read_timing
 from rankwise.layer import Coverage
 from rankwise.methods import METHODS, needs_budget, needs_data, settings_for
 from rankwise.plan import Plan
 from rankwise.pruning import Filters
+from rankwise.smallest import ROUNDS, Trial, smallest
 from rankwise.trials import OUTPUT
 
 app = typer.Typer(
@@ -98,6 +100,11 @@ def compress(
         list[str] | None,
         typer.Option("--budget", metavar="UNIT=VALUE", help="params=0.4, macs=0.5 or latency=0.6; may be repeated."),
     ] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option("--max-drop", metavar="POINTS", help="Instead of a budget: lose at most this on val."),
+    ] = None,
+    unit: Annotated[str, typer.Option("--unit", help="For --max-drop: smallest in params or in macs.")] = "params",
     method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(METHODS)}.")] = "auto",
     weights: WeightsOpt = None,
     data: DataOpt = None,
@@ -165,7 +172,7 @@ def compress(
     how = read_timing(timing)
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
-    seen = Seen()
+    seen, small, trials = Seen(), None, None
     if plan is None:
         coverage = find_layers(network, example, exclude or ())
         if method == "auto" and never_slower is None:
@@ -175,39 +182,53 @@ def compress(
         images = None
         if data is not None and (free or needs_data(settings)):
             images = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
-        asked = read_budget(keep, budget) if keep is not None or budget or needs_budget(settings) else None
-        title = networks.architecture(model)
+        title, asked = networks.architecture(model), None
+        if max_drop is None and (keep is not None or budget or needs_budget(settings)):
+            asked = read_budget(keep, budget)
         with show.progress("timing") as report:
             times = times_for(network, example, coverage, settings, asked, how, report, fuse)
         with show.progress("layers") as report:
-            found, seen = find(network, example, coverage, settings, asked, method, title, images, report, free, times)
+            make = planner(network, example, coverage, settings, method, title, images, report, free, times)
+        if max_drop is None:
+            found, seen = make(asked)
+        elif keep is not None or budget:
+            raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
+        else:
+            small, found, trials = _within(network, example, make, max_drop, unit, data)
         if strict:
             check_pruned(found)
     else:
-        _only_with_a_search(keep, budget, changes)
+        _only_with_a_search(keep, budget, {"max-drop": max_drop, **changes})
         found = Plan.load(plan)
-    small, found = build_network(network, found, seen)
-    if recover:
+    expected = None
+    if dry_run and data is not None and small is None and can_forecast(found, seen):
+        expected = forecast(network, found, seen, load_data(data, split, size=side_of(example))).to_json()
+    elif small is None:
+        small, found = build_network(network, found, seen)
+    if recover and small is not None:
         with show.progress("recovery") as report:
             source: Any = seen.data
             if source is None and data is not None:
                 source = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
             small = recovered(small, network, source, recover, lambda i, n, loss: report("", i, n))
-    if fuse:
+    if fuse and small is not None:
         small, found = fused(small, found, example)
     scores = None
-    if data is not None:
+    if data is not None and small is not None:
         test = load_data(data, split, size=side_of(example))
         scores = {"before": score(network, test).to_json(), "after": score(small, test).to_json()}
     verified = None
-    if out is not None and not dry_run:
+    if out is not None and not dry_run and small is not None:
         checkpoint.save(small, found, out)
         verified = verify(out, small, network, example)
     if as_json:
         written = None if verified is None else str(out)
-        show.print_json({"out": written, "verified": verified, "scores": scores, "plan": found.to_json()})
+        more = {"expected": expected, "trials": None if trials is None else [t.to_json() for t in trials]}
+        show.print_json({"out": written, "verified": verified, "scores": scores, **more, "plan": found.to_json()})
         return
     _print_plan(found, scores)
+    if expected is not None:
+        show.console().print(show.expectation(expected, split))
     if verified is not None:
         show.console().print(f"done: {out} was written and read back; {verified}")
 
@@ -251,11 +272,13 @@ def demo(
         show.print_json(result)
         return
     terminal = show.console()
-    terminal.print(show.rows_grid(result["rows"], result["reference"]))
+    terminal.print(show.rows_grid(result["rows"]))
     terminal.print(f"done: open {result['report']} in a browser")
 
 
 train_cli.register(app)
+report_cli.register(app)
+study_cli.register(app)
 deploy_cli.register(app)
 
 
@@ -309,6 +332,31 @@ def verify(folder: Path, small: nn.Module, original: nn.Module, example: Tensor 
     if len(ours) != len(theirs) or not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
         raise RankwiseError(f"{folder} was written, but read back it gives other outputs: do not use it")
     return "it gives the same outputs"
+
+
+def _within(
+    network: nn.Module, example: Tensor | None, make: Planner, limit: float, unit: str, data: str | None
+) -> tuple[nn.Module, Plan, list[Trial]]:
+    """The smallest network that loses at most `limit` points on the validation split."""
+    if data is None:
+        raise RankwiseError("--max-drop measures what is lost, and there is nothing to measure it on: add --data")
+    images = load_data(data, "val", size=side_of(example))
+    with show.progress("looking for the smallest") as report:
+        tried: list[Trial] = []
+
+        def tell(trial: Trial) -> None:
+            tried.append(trial)
+            report(show.trial(trial, unit), len(tried), ROUNDS)
+
+        report("", 0, ROUNDS)
+        return smallest(
+            lambda budget: build_network(network, *make(budget)),
+            lambda small: score(small, images).main,
+            score(network, images).main,
+            limit,
+            unit,
+            tell,
+        )
 
 
 def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: dict[str, Any]) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from rankwise import checkpoint, data, networks
+from rankwise import checkpoint, data, jsonio, networks
 from rankwise.budget import Budget
+from rankwise.cost import Option
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate
 from rankwise.methods import allocate, build_table
@@ -20,81 +26,140 @@ from rankwise.surgery import apply_plan
 from rankwise.table import Progress, Table
 from rankwise.train import fit_
 
-MODEL = "digits-cnn"
+MODEL, DATA = "digits-cnn", "digits"
 METHODS = ("auto", "alds+", "alds", "svd-energy", "svd")
-KEEPS = (0.6, 0.4, 0.25, 0.15, 0.1)
-EPOCHS, RETRAIN = 12, 4
-SHOWN = ("auto", 0.25)  # the plan that the report explains
+KEEPS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
+RETRAINED = (0.5, 0.25, 0.15, 0.1)  # the others are compressed only
+REPEATS = 3
+EPOCHS, RETRAIN = 12, 3
+SHOWN = ("auto", 0.25)  # the network that is saved as a folder
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One repeat: a network trained from its own seed, and what is measured once for it."""
+
+    repeat: int
+    seed: int
+    model: nn.Module
+    table: Table
+    reference: dict[str, Any]
+    spectra: str
 
 
 def run_demo(out: Path, seed: int = 0, progress: Progress | None = None) -> dict[str, Any]:
-    """Train once, then one row for each method and keep; writes rows/, a compressed folder and report.html."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise RankwiseError(f"the folder {out} could not be made ({err.strerror or err}): give another --out") from None
+    """Train REPEATS networks, one row for each of them, method and keep; writes a RESULTS folder and its report."""
+    for folder in (out, *(out / name for name in ("rows", "plans", "spectra"))):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise RankwiseError(
+                f"the folder {folder} could not be made ({err.strerror or err}): give another --out"
+            ) from None
     say = progress or (lambda name, done, total: None)
     cells = [(method, keep) for keep in KEEPS for method in METHODS]
-    say("training", 0, len(cells) + 1)
-    train, test = data.load("digits", "train"), data.load("digits", "test")
+    total = REPEATS * (len(cells) + 1)
+    train, test = data.load(DATA, "train"), data.load(DATA, "test")
+    rows = []
+    with _one_thread():
+        for repeat in range(REPEATS):
+            done = repeat * (len(cells) + 1)
+            say("training", done, total)
+            trained = _train(train, test, repeat, seed + repeat, out)
+            for at, (method, keep) in enumerate(cells, start=1):
+                say(f"{method} at keep {keep:g}", done + at, total)
+                rows.append(_cell(trained, train, test, method, keep, out))
+    title = f"Handwritten digits: {len(METHODS)} methods, {len(KEEPS)} budgets, {REPEATS} networks"
+    written = write_report(out, out / "report.html", title)
+    say("", total, total)
+    return {**written, "reference": rows[0]["reference"], "rows": rows}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Layers this small take microseconds: threads that wait for each other cost more than they do, far more on a
+    machine with other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _train(train: data.Split, test: data.Split, repeat: int, seed: int, out: Path) -> Trained:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = networks.build(MODEL)
     fit_(model, train, epochs=EPOCHS, seed=seed)
     model.eval()
-    reference = evaluate(model, test).to_json()
-    example = torch.zeros(1, 1, 8, 8)
-    table = build_table(model, example, groups="all")
-    rows = []
-    for done, (method, keep) in enumerate(cells, start=1):
-        say(f"{method} at keep {keep:g}", done, len(cells) + 1)
-        row, plan, small = _cell(model, table, train, test, method, keep, seed)
-        row["reference"] = reference
-        rows.append(row)
-        write_row(out / "rows" / f"{method}-{keep:g}.json", row)
-        if (method, keep) == SHOWN:
-            checkpoint.save(small, plan, out / "compressed")
-            shown = plan
-    about = ", ".join(f"{k} {v}" for k, v in provenance().items())
-    intro = (
-        f"A small convolutional network, trained for {EPOCHS} epochs on scikit-learn's handwritten digits, has "
-        f"{table.coverage.params:,} parameters and gets {reference['top1']:.2f} % of {reference['n']} test images. "
-        f"Each method makes it smaller; then every result is trained for {RETRAIN} more epochs. "
-        f"One image is {100 / len(test):.2f} points."
-    )
-    write_report(out / "report.html", "rankwise: digits, smaller", intro, rows, shown, about)
-    say("", len(cells) + 1, len(cells) + 1)
-    return {"report": str(out / "report.html"), "reference": reference, "rows": rows}
+    table = build_table(model, torch.zeros(1, 1, 8, 8), groups="all")
+    spectra = f"spectra/{table.fingerprint[:20]}.json"
+    jsonio.write_whole(out / spectra, (json.dumps(_spectra(table)) + "\n").encode())
+    return Trained(repeat, seed, model, table, evaluate(model, test).to_json(), spectra)
 
 
-def _cell(
-    model: torch.nn.Module,
-    table: Table,
-    train: data.Split,
-    test: data.Split,
-    method: str,
-    keep: float,
-    seed: int,
-) -> tuple[dict[str, Any], Plan, torch.nn.Module]:
+def _spectra(table: Table) -> dict[str, Any]:
+    """σᵢ/σ₁ of every fold of every layer, without slices."""
+    layers: dict[str, dict[str, list[float]]] = {}
+    for name, option in table.spectra:
+        if option == Option(option.fold, 1):
+            values = sorted(table.spectra[name, option][..., :-1].flatten().tolist(), reverse=True)
+            layers.setdefault(name, {})[option.fold] = [v / (values[0] or 1.0) for v in values]
+    return {"model": MODEL, "layers": layers}
+
+
+def _cell(trained: Trained, train: data.Split, test: data.Split, method: str, keep: float, out: Path) -> dict[str, Any]:
     start = time.perf_counter()
-    plan = allocate(table, Budget(params=keep), method=method, model=MODEL, seed=seed)
-    small = apply_plan(model, plan)
+    plan = allocate(trained.table, Budget(params=keep), method=method, model=MODEL, seed=trained.seed)
+    small = apply_plan(trained.model, plan)
     seconds = {"compress": time.perf_counter() - start}
-    compressed = evaluate(small, test).to_json()
-    start = time.perf_counter()
-    fit_(small, train, epochs=RETRAIN, lr=0.03, seed=seed)
-    seconds["retrain"] = time.perf_counter() - start
+    scores = {"reference": trained.reference, "compressed": evaluate(small, test).to_json()}
+    epochs = RETRAIN if keep in RETRAINED else 0
+    if epochs:
+        start = time.perf_counter()
+        fit_(small, train, epochs=epochs, lr=0.03, seed=trained.seed)
+        seconds["retrain"] = time.perf_counter() - start
+        scores["retrained"] = evaluate(small, test).to_json()
+    if (method, keep, trained.repeat) == (*SHOWN, 0):
+        checkpoint.save(small, plan, out / "compressed")
+    cell = f"{method}-{keep:g}-{trained.repeat}"
+    plan.save(out / "plans" / f"{cell}.json")
     row = {
-        "status": "done",
-        "model": MODEL,
-        "data": "digits",
-        "method": method,
-        "asked": keep,
-        "seed": seed,
-        "keep": {"params": plan.keep("params"), "macs": plan.keep("macs")},
-        "compressed": compressed,
-        "retrained": evaluate(small, test).to_json(),
+        **_about(trained, plan, cell, keep),
+        **scores,
+        "retrain": {"share": epochs / EPOCHS, "epochs": epochs},
         "seconds": seconds,
         "provenance": provenance(),
     }
-    return row, plan, small
+    write_row(out / "rows" / f"{cell}.json", row)
+    return row
+
+
+def _about(trained: Trained, plan: Plan, cell: str, keep: float) -> dict[str, Any]:
+    kept = {unit: plan.keep(unit) for unit in ("params", "macs")}
+    return {
+        "format": 1,
+        "status": "done",
+        "kind": "cell",
+        "study": "demo",
+        "cell": cell,
+        "mode": "oneshot",
+        "model": MODEL,
+        "data": DATA,
+        "split": "test",
+        "method": plan.method,
+        "label": plan.method,
+        "settings": plan.settings,
+        "unit": "params",
+        "asked": keep,
+        "keep": kept,
+        "CR-P": 100 * (1 - kept["params"]),
+        "CR-F": 100 * (1 - kept["macs"]),
+        "params": plan.after.params,
+        "macs": plan.after.macs,
+        "repeat": trained.repeat,
+        "seed": trained.seed,
+        "plan": f"plans/{cell}.json",
+        "spectra": trained.spectra,
+    }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from rankwise.cost import Option, costs, options_for
 from rankwise.decompose import check_finite
@@ -13,11 +14,14 @@ from rankwise.influence import Influence, influences
 from rankwise.layer import Coverage, Layer
 from rankwise.search import Settings
 from rankwise.table import Progress, Table, add_slices_, fingerprint, module_weights
-from rankwise.whiten import fit, root_of, share_for, shrunk
+from rankwise.whiten import fit, root_of, rough_errors, share_for, shrunk
 
 NAME = "whitened"
 # Layers with more inputs to a filter than this are decomposed without their covariance, which would not fit.
-LARGEST = 10_000
+LARGEST = 5_000
+# Up to this size every option is fitted; beyond, those whose rough error is within SLACK of the best at one of ROOMS
+# costs. On ResNet20 a slack of 1.1 keeps what all options together can reach to 3.5 % on average, 1.25 keeps all of it.
+SMALL, SLACK, ROOMS = 1_000, 1.1, 40
 
 
 def effect_table(
@@ -48,8 +52,8 @@ def effect_table(
         if one.whole:
             share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
             moment, metric = shrunk(one.seen.second_moment, share), root_of(one.metric)
-            for option in options:
-                like = Option(option.fold, option.groups, NAME)
+            offered = [Option(option.fold, option.groups, NAME) for option in options]
+            for like in _worth_fitting(weights[layer.name], layer, offered, moment, metric):
                 fitted = fit(weights[layer.name], layer, like, moment, metric, _most(layer, like))
                 table.given[layer.name, like] = {"effect": fitted.errors}
         else:
@@ -60,6 +64,23 @@ def effect_table(
     if progress:
         progress("", len(coverage.layers), len(coverage.layers))
     return table, found
+
+
+def _worth_fitting(weight: Tensor, layer: Layer, options: list[Option], moment: Tensor, metric: Tensor) -> list[Option]:
+    """All options of a small layer; of a large one those that are among the best for some cost by a rough measure."""
+    if moment.shape[-1] <= SMALL:
+        return options
+    errors = [rough_errors(weight, layer, option, moment, metric) for option in options]
+    near: set[int] = set()
+    for unit, whole in enumerate((layer.params, layer.macs)):
+        by_rank = [cost for option in options if (cost := costs(layer, option)[unit]) is not None]
+        if not whole or len(by_rank) < len(options):
+            continue
+        rooms = np.linspace(0, whole, ROOMS + 2)[1:-1]
+        fits = [cost.searchsorted(rooms, side="right") - 1 for cost in by_rank]  # the largest rank for each room
+        at = np.array([error[rank.clip(0, len(error) - 1)] for rank, error in zip(fits, errors, strict=True)])
+        near |= set(np.flatnonzero((at <= SLACK * at.min(axis=0)).any(axis=1)))
+    return [options[i] for i in sorted(near)] or options
 
 
 def _most(layer: Layer, option: Option) -> int:

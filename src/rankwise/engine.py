@@ -47,12 +47,16 @@ class Engine:
         images = all(p.dim() != 5 for p in model.parameters()) and any(p.dim() == 4 for p in model.parameters())
         if images:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        called, stepped = self.accelerator.prepare(model, optimizer)
+        # One process in full precision has nothing to wrap, and giving a wrapper back walks all objects there are,
+        # which costs a tiny network more than an epoch.
+        plain = self.accelerator.distributed_type.value == "NO" and self.accelerator.mixed_precision == "no"
+        called, stepped = (model, optimizer) if plain else self.accelerator.prepare(model, optimizer)
         try:
             yield called, stepped
         finally:
-            self.accelerator.unwrap_model(called, keep_fp32_wrapper=False)
-            self.accelerator.free_memory()
+            if not plain:
+                self.accelerator.unwrap_model(called, keep_fp32_wrapper=False)
+                self.accelerator.free_memory()
             if images:
                 model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 

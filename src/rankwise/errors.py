@@ -10,6 +10,10 @@ class RankwiseError(ValueError):
     """What was given, what is possible, what to do: one sentence, ready to be shown to a user."""
 
 
+class BudgetError(RankwiseError):
+    """A budget that cannot be met, with the least that can."""
+
+
 def need(package: str, extra: str, purpose: str) -> Any:
     """Import an optional package where it is used, or say which extra brings it.
 

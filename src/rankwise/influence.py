@@ -34,12 +34,14 @@ DRAWS = 2
 class Influence:
     """What the data says of a layer: the moments of its patches, and the metric (G, f/G, f/G) of its outputs.
 
+    The metric is relative to the `variance` of the network's outputs, which is the same for all layers.
     Where a patch has too many entries for a covariance, `seen` is of single entries and `whole` is False.
     """
 
     seen: Moments
     metric: Tensor
     whole: bool = True
+    variance: float = 0.0
 
 
 def influences(
@@ -76,15 +78,15 @@ def influences(
                 outputs.clear()
                 answer = [t for t in tensors_of(run_example(model, batch)) if t.is_floating_point()]
                 images += next((len(t) for t in answer if t.ndim), 1)
-                _add_answers(answers, answer)
+                add_answers(answers, answer)
                 _add_metrics(found, outputs, answer, layers, random)
     finally:
         for handle in handles:
             handle.remove()
     check_some(count)
-    scale = _variance(answers) * max(1, images) * DRAWS
+    variance = variance_of(answers)
     for one in found.values():
-        one.metric = one.metric / scale
+        one.metric, one.variance = one.metric / (variance * max(1, images) * DRAWS), variance
     return found
 
 
@@ -113,7 +115,7 @@ def some_patches(layer: Layer, given: Tensor, output: Tensor, random: torch.Gene
     return rows, there
 
 
-def _add_answers(answers: dict[int, Moments], answer: list[Tensor]) -> None:
+def add_answers(answers: dict[int, Moments], answer: list[Tensor]) -> None:
     """What the network says, entry by entry: only variances are needed, so every entry is a group of its own.
 
     Outputs of another size, as larger images may give, are other entries.
@@ -124,7 +126,7 @@ def _add_answers(answers: dict[int, Moments], answer: list[Tensor]) -> None:
         answers.setdefault(flat.shape[1], Moments()).add(flat.t()[:, :, None])
 
 
-def _variance(answers: dict[int, Moments]) -> float:
+def variance_of(answers: dict[int, Moments]) -> float:
     """Of an input's outputs, summed over their entries; of their squares where they never vary."""
     count = max(1, sum(one.count for one in answers.values()))
     varied = sum(float(one.scatter.sum()) for one in answers.values()) / count

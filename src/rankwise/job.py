@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise.budget import Budget
@@ -31,6 +32,7 @@ from rankwise.table import Progress
 from rankwise.times import Times
 
 IMAGINED = 0.1  # how far moments of imagined inputs are drawn towards the identity
+ENTRIES = 1 << 21  # of a batch of images: 13 of 3×224×224
 
 
 def is_free(method: str, changes: Mapping[str, Any]) -> bool:
@@ -49,6 +51,9 @@ class Seen:
     otherwise: Callable[[LinAlgError], tuple[Plan, Seen]] | None = None  # if fitting fails: a plan from weights alone
 
 
+Planner = Callable[[Budget | None], tuple[Plan, Seen]]
+
+
 def find(
     model: nn.Module,
     example: Any,
@@ -62,17 +67,33 @@ def find(
     free: bool = False,
     times: Times | None = None,
 ) -> tuple[Plan, Seen]:
-    """The plan of any method, and what building it needs. `free` lets `auto` look at data, see `is_free`.
+    """The plan of any method, and what building it needs. `free` lets `auto` look at data, see `is_free`."""
+    return planner(model, example, coverage, settings, method, title, data, progress, free, times)(budget)
+
+
+def planner(
+    model: nn.Module,
+    example: Any,
+    coverage: Coverage,
+    settings: Settings | Filters,
+    method: str,
+    title: str,
+    data: Any = None,
+    progress: Progress | None = None,
+    free: bool = False,
+    times: Times | None = None,
+) -> Planner:
+    """From a budget to a plan and what building it needs: all that does not depend on the budget is done once, here.
 
     `times` were measured, for budgets in latency and never_slower (`times_for`).
     """
     if isinstance(settings, Filters):
-        assert budget is not None, "needs_budget has asked for one"
-        return plan_filters(model, example, coverage, settings, budget, method, title, data), Seen()
+        filters = settings
+        return lambda budget: _filters(model, example, coverage, filters, budget, method, title, data)
     if times is not None and settings.groups == "all":
         settings = replace(settings, groups=SLICES)  # others were not measured, so they could not be chosen
     if free:
-        found = _auto(model, example, coverage, settings, budget, title, data, progress, times)
+        found = _auto(model, example, coverage, settings, title, data, progress, times)
         if found is not None:
             return found
     elif settings.error == "effect" or "whitened" in settings.decompositions:
@@ -83,10 +104,24 @@ def find(
                 f"error={settings.error!r} with decompositions={settings.decompositions!r} was asked for: 'effect' and "
                 f"'whitened' are known together only, and method='auto' with data= takes both"
             )
-        return _by_effect(model, coverage, settings, budget, method, title, data, progress, "calibration", 0.0, times)
+        return _by_effect(model, coverage, settings, method, title, data, progress, "calibration", 0.0, times)
     table = table_for(model, coverage, settings, data, progress)
     table.times = times
-    return find_plan(table, budget, settings, method, title), Seen(table.moments)
+    return lambda budget: (find_plan(table, budget, settings, method, title), Seen(table.moments))
+
+
+def _filters(
+    model: nn.Module,
+    example: Any,
+    coverage: Coverage,
+    settings: Filters,
+    budget: Budget | None,
+    method: str,
+    title: str,
+    data: Any,
+) -> tuple[Plan, Seen]:
+    assert budget is not None, "needs_budget has asked for one"
+    return plan_filters(model, example, coverage, settings, budget, method, title, data), Seen()
 
 
 def _auto(
@@ -94,12 +129,11 @@ def _auto(
     example: Any,
     coverage: Coverage,
     settings: Settings,
-    budget: Budget | None,
     title: str,
     data: Any,
     progress: Progress | None,
     times: Times | None,
-) -> tuple[Plan, Seen] | None:
+) -> Planner | None:
     """By the effect on the network's outputs, on data or on imagined inputs; None if there are neither."""
     inputs, least = "calibration", 0.0
     if data is None:
@@ -108,23 +142,32 @@ def _auto(
         return None
     wanted = replace(settings, error="effect", decompositions=("whitened", "svd"))
 
-    def otherwise(err: LinAlgError) -> tuple[Plan, Seen]:
-        plan, seen = find(model, example, coverage, settings, budget, "auto", title, times=times)
+    def otherwise(err: LinAlgError) -> Planner:
+        plain = planner(model, example, coverage, settings, "auto", title, times=times)
         warning = f"calibration failed ({str(err).splitlines()[0]}), so this plan looks at the weights alone"
-        return replace(plan, search={**plan.search, "warning": warning}), seen
+
+        def plan(budget: Budget | None) -> tuple[Plan, Seen]:
+            found, seen = plain(budget)
+            return replace(found, search={**found.search, "warning": warning}), seen
+
+        return plan
 
     try:
-        plan, seen = _by_effect(model, coverage, wanted, budget, "auto", title, data, progress, inputs, least, times)
+        planned = _by_effect(model, coverage, wanted, "auto", title, data, progress, inputs, least, times)
     except LinAlgError as err:  # numbers that no shrinking could save: the weights alone will do
         return otherwise(err)
-    return plan, replace(seen, otherwise=otherwise)
+
+    def plan(budget: Budget | None) -> tuple[Plan, Seen]:
+        found, seen = planned(budget)
+        return found, replace(seen, otherwise=lambda err: otherwise(err)(budget))
+
+    return plan
 
 
 def _by_effect(
     model: nn.Module,
     coverage: Coverage,
     settings: Settings,
-    budget: Budget | None,
     method: str,
     title: str,
     data: Any,
@@ -132,12 +175,25 @@ def _by_effect(
     inputs: str,
     least: float,
     times: Times | None,
-) -> tuple[Plan, Seen]:
-    given = list(batches(data))  # read for every layer
+) -> Planner:
+    given = [part for batch in batches(data) for part in _parts(batch)]  # read for every layer
     table, influence = effect_table(model, coverage, settings, given, progress, least)
     table.times = times
-    plan = find_plan(table, budget, settings, method, title)
-    return replace(plan, search={**plan.search, "inputs": inputs}), Seen({}, given, influence, least)
+    variance = next((one.variance for one in influence.values()), 0.0)
+
+    def plan(budget: Budget | None) -> tuple[Plan, Seen]:
+        found = find_plan(table, budget, settings, method, title)
+        search = {**found.search, "inputs": inputs, "variance": variance}
+        return replace(found, search=search), Seen({}, given, influence, least)
+
+    return plan
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    """A large batch of images in smaller ones, since the gradients of all layers are held at once."""
+    if not isinstance(batch, Tensor) or batch.ndim != 4 or batch.numel() <= ENTRIES:
+        return (batch,)
+    return torch.split(batch, max(1, ENTRIES * len(batch) // batch.numel()))
 
 
 def times_for(

@@ -46,14 +46,19 @@ class Material:
         return self.opened[name]
 
 
+def side_for(spec: str, network: str, size: int | None = None) -> int | None:
+    """The side of the images that the network takes; None where they are taken as they are."""
+    if size is None and spec.startswith("voc:"):
+        return data.VOC_SIDE
+    if size is None and parse(network).kind in ("torchvision", "timm"):
+        shape = networks.default_input(network)
+        return shape[-1] if shape is not None and len(shape) == 4 else None
+    return size
+
+
 def open_material(spec: str, network: str, augment: str, size: int | None = None, limit: int | None = None) -> Material:
     """The data `spec` for the network: large images are scaled to the size that it takes, or to `size`."""
-    side = size
-    if side is None and spec.startswith("voc:"):
-        side = data.VOC_SIDE
-    elif side is None and parse(network).kind in ("torchvision", "timm"):
-        shape = networks.default_input(network)
-        side = shape[-1] if shape is not None and len(shape) == 4 else None
+    side = side_for(spec, network, size)
     large = (side or 0) > _LARGE
     fit = data.load(spec, "fit", size=side, hold=not (augment == "imagenet" or (augment == "auto" and large)))
     if limit is not None:

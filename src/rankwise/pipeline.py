@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate
 from rankwise.job import compress
 from rankwise.material import Material, open_material
-from rankwise.methods import get_method
+from rankwise.methods import get_method, settings_for
 from rankwise.modules import mark_of
 from rankwise.plan import Plan
 from rankwise.recipes import Recipe
@@ -109,20 +110,21 @@ def retrain(folder: Path, run: Run, base: str | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Iterative compression: keep αⁱ of the parameters after round i = 1 … count, by one method."""
+    """Iterative compression: keep αⁱ of the parameters after round i = 1 … count, by one method and changes to it."""
 
     count: int = 3
     method: str = "auto"
     exclude: tuple[str, ...] = ()
     calibrate: int = 256
     loop: str = "rounds"
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.loop not in LOOPS:
             raise RankwiseError(f"--loop {self.loop} was given: possible are {', '.join(LOOPS)}")
         if self.count < 1:
             raise RankwiseError(f"{self.count} rounds were asked for: ask for 1 or more")
-        get_method(self.method)
+        settings_for(self.method, **self.changes)
 
 
 def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) -> list[dict[str, Any]]:
@@ -189,6 +191,7 @@ def _compressed(
             images = material.split("calibration").thin(rounds.calibrate)
             searched = isinstance(get_method(rounds.method).settings, Settings)
             settings: dict[str, Any] = {"starts": run.recipe.starts, "seed": run.seed} if searched else {}
+            settings |= rounds.changes
             small, plan = compress(
                 model, example, rounds.method, keep=params, exclude=rounds.exclude, data=images, **settings
             )

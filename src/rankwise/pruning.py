@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rankwise.budget import Budget
 from rankwise.channels import UNSEEN, Channels, Group, cost, entries, find_channels, readers
 from rankwise.decompose import check_finite
-from rankwise.errors import RankwiseError
+from rankwise.errors import BudgetError, RankwiseError
 from rankwise.layer import Coverage, Skipped, canonical
 from rankwise.plan import Plan, Pruned
 from rankwise.sensitivity import sensitivities
@@ -245,7 +245,7 @@ def _first(n: int, good: Any) -> int | None:
     return high
 
 
-def _cannot_be_met(channels: Channels, groups: Sequence[Group], limits: dict[str, int]) -> RankwiseError:
+def _cannot_be_met(channels: Channels, groups: Sequence[Group], limits: dict[str, int]) -> BudgetError:
     least = cost(channels, groups, [1] * len(groups))
     parts = []
     for unit, limit in limits.items():
@@ -253,7 +253,7 @@ def _cannot_be_met(channels: Channels, groups: Sequence[Group], limits: dict[str
         # Rounded up: whoever asks for the share that is stated gets it.
         share = math.ceil(10_000 * Fraction(count, whole)) / 10_000 if whole else 1.0
         parts.append(f"at most {limit:,} {unit} are asked for and the least possible is {count:,} (keep {share:.4f})")
-    return RankwiseError(
+    return BudgetError(
         f"the budget cannot be met: {'; '.join(parts)}; one channel of each group must stay, and what cannot be "
         f"pruned too: raise the budget, or exclude fewer layers"
     )

@@ -3,6 +3,10 @@
 The outputs of the original network are the targets; what is minimised is the squared difference, relative to the
 outputs' variance, by Adam with a rate that falls to zero (cosine). Batch norms keep their statistics and dropout is
 off: the networks are compared as they will be used.
+
+A few hundred images are soon known by heart. So half of the images of a batch are mirrored, and half are mixed with
+another one, x = λ a + (1 − λ) b: whatever such a picture shows, the original network has an answer to it (Beyer et al.
+2022).
 """
 
 from __future__ import annotations
@@ -55,8 +59,7 @@ def recover_(
     """The same in place; gives the loss of every step."""
     if steps < 0 or not rate > 0:
         raise RankwiseError(f"{steps} steps at rate {rate:g} were asked for: give 0 or more steps and a rate above 0")
-    pieces = _pieces(original, data)
-    scale = _variance([wanted for _, wanted in pieces])
+    pieces, scale = _pieces(original, data)
     random = torch.Generator().manual_seed(seed)
     frozen = [p for p in small.parameters() if p.is_floating_point() and not p.requires_grad]
     modes = {module: module.training for module in small.modules()}
@@ -71,7 +74,7 @@ def recover_(
             done = max(len(losses) / steps, 0.0 if seconds is None else 1 - (end - time.monotonic()) / seconds)
             for group in optimiser.param_groups:
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-            losses.append(_step_(small, pieces, scale, optimiser, random))
+            losses.append(_step_(small, original, pieces, scale, optimiser, random))
             if not math.isfinite(losses[-1]):
                 raise RankwiseError(f"recovery diverged in step {len(losses)}: give a rate below {rate:g}")
             if progress:
@@ -88,15 +91,20 @@ def recover_(
 
 def _step_(
     small: nn.Module,
-    pieces: list[tuple[Any, list[Tensor]]],
+    original: nn.Module,
+    pieces: list[Any],
     scale: float,
     optimiser: torch.optim.Optimizer,
     random: torch.Generator,
 ) -> float:
-    batch, wanted = pieces[int(torch.randint(len(pieces), (), generator=random))]
-    if isinstance(batch, Tensor) and len(batch) > BATCH:
-        chosen = torch.randperm(len(batch), generator=random)[:BATCH]
-        batch, wanted = batch[chosen], [t[chosen] for t in wanted]
+    batch = pieces[int(torch.randint(len(pieces), (), generator=random))]
+    if isinstance(batch, Tensor):
+        if len(batch) > BATCH:
+            batch = batch[torch.randperm(len(batch), generator=random)[:BATCH]]
+        if batch.ndim == 4 and batch.is_floating_point():
+            batch = varied(batch, random)
+    with undisturbed(original):
+        wanted = _answers(run_example(original, batch))
     given = _answers(run_example(small, batch))
     parts = [(a.float() - b.to(a.device).float()).square().sum() for a, b in zip(given, wanted, strict=True)]
     loss = torch.stack(parts).sum() / (len(wanted[0]) * scale)
@@ -106,20 +114,29 @@ def _step_(
     return float(loss.detach())
 
 
-def _pieces(original: nn.Module, data: Iterable[Any]) -> list[tuple[Any, list[Tensor]]]:
-    """Inputs and what the original network says to them; batches of plain tensors become one, to be drawn from."""
-    found = []
+def varied(images: Tensor, random: torch.Generator) -> Tensor:
+    """B×C×H×W → the same shape: half of the images mirrored, half of them mixed with another one."""
+    mirrored = torch.rand(len(images), generator=random) < 0.5
+    share = torch.rand(len(images), generator=random)
+    share[torch.rand(len(images), generator=random) < 0.5] = 1
+    other = torch.randperm(len(images), generator=random).to(images.device)
+    images = torch.where(mirrored[:, None, None, None].to(images.device), images.flip(-1), images)
+    mixed: Tensor = images.lerp(images[other], (1 - share)[:, None, None, None].to(images))
+    return mixed
+
+
+def _pieces(original: nn.Module, data: Iterable[Any]) -> tuple[list[Any], float]:
+    """Inputs, and the variance of what the original network says to them; plain tensors become one to draw from."""
+    found, answers = [], []
     with undisturbed(original):
         for batch in batches(data):
-            found.append((batch, [t.clone() for t in _answers(run_example(original, batch))]))
+            found.append(batch)
+            answers.append([t.clone() for t in _answers(run_example(original, batch))])
     check_some(len(found))
-    if not found[0][1]:
+    if not answers[0]:
         raise RankwiseError("the network gives no numbers to learn from: recovery needs outputs that are tensors")
-    plain = all(isinstance(b, Tensor) and b.shape[1:] == found[0][0].shape[1:] for b, _ in found)
-    if not plain or any(len(t) != len(b) for b, answers in found for t in answers):
-        return found
-    whole = [torch.cat(parts) for parts in zip(*(answers for _, answers in found), strict=True)]
-    return [(torch.cat([b for b, _ in found]), whole)]
+    plain = all(isinstance(b, Tensor) and b.shape[1:] == found[0].shape[1:] for b in found)
+    return [torch.cat(found)] if plain else found, _variance(answers)
 
 
 def _answers(output: Any) -> list[Tensor]:

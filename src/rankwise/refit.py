@@ -6,16 +6,22 @@ becomes the best one, in the metric of data (whiten.py), for what it really gets
     min_Ŵ E ‖S (y − Ŵ x̂)‖² = ‖S (W* − Ŵ) M̂^{1/2}‖² + const,   W* = E[y x̂ᵀ] M̂⁻¹,   M̂ = E[x̂ x̂ᵀ]
 
 So a layer makes up for the errors before it as far as it can. W* is drawn towards W where there are few samples.
+
+That takes a pass over the data for every layer. Where it would be too much work, neighbours share a pass: they make up
+for the errors of earlier passes, not for each other's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from rankwise.decompose import pair_weights
 from rankwise.forward import run_example, undisturbed
@@ -28,6 +34,8 @@ from rankwise.surgery import copy_model, match_layers, replace_layers_
 from rankwise.whiten import fit, root_of, share_for, shrunk
 
 NAME = "whitened"
+WORK = 4 * 10**12  # multiply-adds to spend on running both networks; one pass at least
+Task = tuple[Choice, Layer]
 
 
 def apply_fitted(
@@ -38,86 +46,147 @@ def apply_fitted(
     moments: Mapping[str, Any] | None = None,
     least: float = 0.0,
     seed: int = 0,
+    work: int | None = None,
 ) -> nn.Module:
     """A copy of the model that follows the plan, its `whitened` choices fitted on the data one after the other.
 
-    `least` is how far moments are drawn towards the identity at least.
+    `least` is how far moments are drawn towards the identity at least. `work` is how many multiply-adds may be spent on
+    running the networks, WORK unless given; with 0 nothing is run, and layers do not make up for each other.
     """
     later = {choice.name for choice in plan.choices if choice.decomposition == NAME}
-    choices = [(c, layer) for c, layer in match_layers(model, plan) if c.name in later]
+    tasks = [(choice, layer) for choice, layer in match_layers(model, plan) if choice.name in later]
     small = copy_model(model)
     replace_layers_(small, plan, fill=True, moments=moments, later=later)
-    for choice, layer in _in_order(model, choices, data):
-        weight, moment = _target(model, small, layer, data, least, seed)
-        metric = influence[layer.name].metric if layer.name in influence else None
-        found = fit(weight, layer, choice.option, moment, None if metric is None else root_of(metric))
-        pair = small.get_submodule(layer.name)
-        assert isinstance(pair, nn.Sequential)
-        put_weights_(pair, *pair_weights(*found.factors(choice.rank), layer, choice.option), layer)
+    passes = _passes(model, tasks, data, work)
+    if len(passes) < len(tasks):  # until they are fitted in order, what the original network gives them will do
+        for choice, layer in tasks:
+            one = influence.get(layer.name)
+            if one is not None and one.whole and one.seen.count:
+                share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
+                _fit_(small, choice, layer, _weight(model, layer), shrunk(one.seen.second_moment, share), one)
+    for together in passes:
+        sums = _side_by_side(model, small, together, data, seed)
+        for choice, layer in together:
+            weight, moment = sums.pop(layer.name).target(_weight(model, layer), layer, least)
+            _fit_(small, choice, layer, weight, moment, influence.get(layer.name))
     return small
 
 
-def _in_order(model: nn.Module, choices: list[tuple[Choice, Layer]], data: Iterable[Any]) -> list[tuple[Choice, Layer]]:
-    """As the layers run for the first time; those that the data does not reach are left as they are."""
-    order: list[str] = []
-    handles = [
-        model.get_submodule(la.name).register_forward_hook(lambda *_, name=la.name: order.append(name))
-        for _, la in choices
-    ]
+def _fit_(
+    small: nn.Module, choice: Choice, layer: Layer, weight: Tensor, moment: Tensor, influence: Influence | None
+) -> None:
+    metric = None if influence is None else root_of(influence.metric)
+    found = fit(weight, layer, choice.option, moment, metric, choice.rank)
+    pair = small.get_submodule(layer.name)
+    assert isinstance(pair, nn.Sequential)
+    put_weights_(pair, *pair_weights(*found.factors(choice.rank), layer, choice.option), layer)
+
+
+def _weight(model: nn.Module, layer: Layer) -> Tensor:
+    module: Any = model.get_submodule(layer.name)
+    weight: Tensor = module.weight.detach()
+    return weight
+
+
+def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any], work: int | None) -> list[list[Task]]:
+    """Layers in the order in which they first run, those of one pass together; those that never run are left out."""
+    if work == 0:
+        return []
+    order: dict[str, int] = {}
+    counter, runs = FlopCounterMode(display=False), 0
+
+    def watch(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            order.setdefault(name, len(order))
+
+        return model.get_submodule(name).register_forward_hook(hook)
+
+    handles = [watch(layer.name) for _, layer in tasks]
     try:
         with undisturbed(model):
-            run_example(model, next(iter(batches(data))))
+            for runs, batch in enumerate(batches(data), start=1):
+                if runs == 1:
+                    with counter:
+                        run_example(model, batch)
+                elif len(order) < len(tasks):  # another batch may take another way
+                    run_example(model, batch)
     finally:
         for handle in handles:
             handle.remove()
-    place = {name: i for i, name in reversed(list(enumerate(order)))}
-    return sorted([c for c in choices if c[1].name in place], key=lambda c: place[c[1].name])
+    ordered = sorted([task for task in tasks if task[1].name in order], key=lambda task: order[task[1].name])
+    each = runs * counter.get_total_flops()  # macs of both networks in one pass
+    count = max(1, min(len(ordered), (work or WORK) // max(1, each)))
+    cuts = [i * len(ordered) // count for i in range(count + 1)]
+    return [ordered[start:end] for start, end in pairwise(cuts) if end > start]
 
 
-def _target(
-    model: nn.Module, small: nn.Module, layer: Layer, data: Iterable[Any], least: float, seed: int
-) -> tuple[Tensor, Tensor]:
-    """W* in the layer's own layout, and M̂ (G, d, d), from the two networks side by side."""
-    random = torch.Generator().manual_seed(seed)
-    weight: Any = model.get_submodule(layer.name)
-    square, cross, count = torch.zeros(()), torch.zeros(()), 0
-    with undisturbed(model), undisturbed(small), _calls(model, layer) as ours, _calls(small, layer) as theirs:
+@dataclass
+class _Sums:
+    """Of one layer, over calls and batches: Σ x̂ x̂ᵀ (G, d, d), Σ y x̂ᵀ (G, f/G, d), the number of samples."""
+
+    random: torch.Generator
+    square: Tensor = field(default_factory=lambda: torch.zeros(()))
+    cross: Tensor = field(default_factory=lambda: torch.zeros(()))
+    count: int = 0
+
+    def add(self, layer: Layer, given: Tensor, wanted: Tensor, bias: Tensor | None) -> None:
+        """Of inputs in the small network, and outputs of the original."""
+        rows, there = some_patches(layer, given, wanted, self.random)
+        rows, there = rows.to("cpu", torch.float64), there.to("cpu", torch.float64)
+        self.square = self.square + rows.transpose(1, 2) @ rows
+        self.count += rows.shape[1]
+        if there.shape[1]:
+            there = there if bias is None else there - bias.to("cpu", torch.float64)
+            outputs = torch.unflatten(there, 1, (layer.groups, -1)).transpose(0, 1)
+            self.cross = self.cross + outputs.transpose(1, 2) @ rows
+
+    def target(self, weight: Tensor, layer: Layer, least: float) -> tuple[Tensor, Tensor]:
+        """W* in the layer's own layout, and M̂ (G, d, d)."""
+        share = max(least, share_for(self.count, self.square.shape[-1]))
+        moment = shrunk(self.square / self.count, share)
+        if not self.cross.ndim or not bool(moment.diagonal(dim1=1, dim2=2).sum(1).all()):
+            return weight, moment
+        plain = canonical(weight, layer).flatten(2).to("cpu", torch.float64)
+        ridge = moment - (1 - share) * self.square / self.count
+        wanted = (1 - share) * self.cross / self.count + plain @ ridge
+        solved = torch.linalg.solve(moment, wanted.transpose(1, 2)).transpose(1, 2)
+        return stored(solved.reshape(layer.canonical_shape), layer), moment
+
+
+def _side_by_side(
+    model: nn.Module, small: nn.Module, tasks: list[Task], data: Iterable[Any], seed: int
+) -> dict[str, _Sums]:
+    """What layers get in the small network and give in the original, summed up over the data."""
+    layers = [layer for _, layer in tasks]
+    sums = {layer.name: _Sums(torch.Generator().manual_seed(seed)) for layer in layers}
+    with undisturbed(model), undisturbed(small), _calls(model, layers) as ours, _calls(small, layers) as theirs:
         for batch in batches(data):
-            ours.clear()
-            theirs.clear()
-            run_example(model, batch)
-            run_example(small, batch)
-            for (_, wanted), (given, _) in zip(ours, theirs, strict=True):
-                rows, there = some_patches(layer, given, wanted, random)
-                rows, there = rows.to("cpu", torch.float64), there.to("cpu", torch.float64)
-                square = square + rows.transpose(1, 2) @ rows
-                count += rows.shape[1]
-                if there.shape[1]:
-                    there = there if weight.bias is None else there - weight.bias.to("cpu", torch.float64)
-                    outputs = torch.unflatten(there, 1, (layer.groups, -1)).transpose(0, 1)
-                    cross = cross + (outputs.transpose(1, 2) @ rows).to("cpu", torch.float64)
-    share = max(least, share_for(count, square.shape[-1]))
-    moment = shrunk(square / count, share)
-    if not cross.ndim or not bool(moment.diagonal(dim1=1, dim2=2).sum(1).all()):
-        return weight.weight.detach(), moment
-    plain = canonical(weight.weight.detach(), layer).flatten(2).to("cpu", torch.float64)
-    ridge = moment - (1 - share) * square / count
-    wanted = (1 - share) * cross / count + plain @ ridge
-    solved = torch.linalg.solve(moment, wanted.transpose(1, 2)).transpose(1, 2)
-    return stored(solved.reshape(layer.canonical_shape), layer), moment
+            for network, calls in ((model, ours), (small, theirs)):
+                for mine in calls.values():
+                    mine.clear()
+                run_example(network, batch)
+            for layer in layers:
+                bias: Any = model.get_submodule(layer.name).bias
+                for (_, wanted), (given, _) in zip(ours[layer.name], theirs[layer.name], strict=True):
+                    sums[layer.name].add(layer, given, wanted, bias)
+    return sums
 
 
 @contextmanager
-def _calls(model: nn.Module, layer: Layer) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Inputs and outputs of a layer, call by call; copies, since what follows may work in place."""
-    seen: list[tuple[Tensor, Tensor]] = []
+def _calls(model: nn.Module, layers: list[Layer]) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
+    """Inputs and outputs of layers, call by call; copies, since what follows may work in place."""
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {layer.name: [] for layer in layers}
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        given = args[0] if args else next(iter(kwargs.values()))
-        seen.append((given.clone(), output.clone()))
+    def watch(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            given = args[0] if args else next(iter(kwargs.values()))
+            seen[name].append((given.clone(), output.clone()))
 
-    handle = model.get_submodule(layer.name).register_forward_hook(hook, with_kwargs=True)
+        return model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+
+    handles = [watch(layer.name) for layer in layers]
     try:
         yield seen
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -1,94 +1,288 @@
-"""Reports: one HTML file that opens anywhere, without a network."""
+"""Reports: one HTML file that opens anywhere, without a network.
+
+What is shown is computed here and in curves.py; the page (page/*.js) only draws it. Text from rows and plans reaches
+the page as JSON and is put there as text, and the page's policy allows no script but its own and no address at all.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+from dataclasses import asdict, replace
 from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rankwise import charts, jsonio
+from rankwise import charts, curves, jsonio, results
+from rankwise.coverage import OTHER_KIND
+from rankwise.embed import Book, columns, evenly, script_json
+from rankwise.errors import RankwiseError, need
 from rankwise.plan import Plan
+from rankwise.table import Progress
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1d2733; }
-table { border-collapse: collapse; width: 100%; font-size: 0.9rem; }
-th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid #dde3ea; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-tr.best td { background: #e9f3ec; }
-h2 { margin-top: 2.2rem; } footer { margin-top: 3rem; color: #5b6875; font-size: 0.85rem; }
-"""
+FORMAT = 1
+MOST_PLANS = 40  # of one line of one panel
+PLAN_BYTES = 4_000_000  # of all plans together; above it, fewer of each line
+SPECTRA_BYTES = 2_000_000
+SPECTRUM_POINTS = 160
+SCRIPTS = ("base.js", "table.js", "curves.js", "explorer.js", "runs.js")
+PAPER_KEYS = ("network", "data", "method", "delta_top1", "CR-P", "CR-F", "table", "share")
 
 
-def write_report(path: Path, title: str, intro: str, rows: list[dict[str, Any]], plan: Plan, about: str) -> None:
-    """Trade-off charts, the table behind them, and the decisions of one plan."""
-    figures = [
-        ("Compressed, not retrained", charts.trade_off(rows, "params", "compressed")),
-        ("Compressed and retrained", charts.trade_off(rows, "params", "retrained")),
-        ("The same against multiply-adds", charts.trade_off(rows, "macs", "retrained")),
+def write_report(
+    folder: Path,
+    out: Path,
+    title: str = "",
+    paper: list[dict[str, Any]] | None = None,
+    png: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """RESULTS folder → one HTML file, and PNG figures if asked. Returns what was written and how much it shows."""
+    plotly = need("plotly.offline", extra="report", purpose="a report")
+    say = progress or _quietly
+    rows = read_rows(folder, say)
+    if not rows:
+        raise RankwiseError(f"{folder} has no result rows: give a folder that `rankwise run` or `rankwise demo` wrote")
+    content = page_content(folder, rows, title or f"rankwise: {folder.resolve().name}", paper or [], say)
+    page = _page(content, plotly.get_plotlyjs())
+    figures = [] if png is None else charts.write_figures(png, curves.panels(rows), _labels(rows))
+    jsonio.write_whole(out, page)
+    failed = sum(row["status"] == "failed" for row in rows)
+    return {
+        "report": str(out),
+        "bytes": len(page),
+        "rows": len(rows),
+        "failed": failed,
+        "plans": {"embedded": len(content["book"]["plans"]), "at_most": content["caps"]["plans"]},
+        "figures": [str(path) for path in figures],
+    }
+
+
+def _quietly(name: str, done: int, total: int) -> None:
+    pass
+
+
+def read_rows(folder: Path, say: Progress = _quietly) -> list[dict[str, Any]]:
+    """RESULTS/rows/*.json, by name. Rows of another kind (a single training, say) are passed over."""
+    place = folder / "rows"
+    if not place.is_dir():
+        raise RankwiseError(
+            f"{folder} has no folder 'rows': give a folder that `rankwise run` or `rankwise demo` wrote"
+        )
+    found = []
+    paths = sorted(place.glob("*.json"))
+    for at, path in enumerate(paths):
+        say("rows", at, len(paths))
+        row = jsonio.parse(jsonio.read(path), str(path))
+        if row.get("kind") == "cell":
+            jsonio.check_format(row, FORMAT, str(path))
+            found.append(_checked(row, str(path)))
+    return found
+
+
+def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """Refuse what could not be drawn: a score that is a text, say. Keys that nobody knows are shown as they are."""
+    if row.get("status") not in ("done", "failed"):
+        raise RankwiseError(f"'status' of {where} must be done or failed, and it is {row.get('status')!r}")
+    for key in ("cell", "model", "data", "method", "label", "unit", "mode", "study", "split", "plan", "spectra"):
+        if row.get(key) is not None:
+            jsonio.typed(row[key], str, f"{key!r} of {where}")
+    for key in ("asked", "CR-P", "CR-F"):
+        if row.get(key) is not None:
+            jsonio.typed(row[key], float, f"{key!r} of {where}")
+    for key, inner in (
+        ("reference", ("top1", "miou", "n")),
+        ("compressed", ("top1", "miou")),
+        ("retrained", ("top1", "miou")),
+        ("retrain", ("share",)),
+    ):
+        if row.get(key) is not None:
+            body = jsonio.typed(row[key], dict, f"{key!r} of {where}")
+            for name in inner:
+                if body.get(name) is not None:
+                    jsonio.typed(body[name], float, f"{name!r} in {key!r} of {where}")
+    return row
+
+
+def page_content(
+    folder: Path, rows: list[dict[str, Any]], title: str, paper: list[dict[str, Any]], say: Progress = _quietly
+) -> dict[str, Any]:
+    """Everything that the page shows, as one JSON value."""
+    for entry in paper:
+        jsonio.strict(entry, PAPER_KEYS, "a published entry")
+    panels, labels = curves.panels(rows), _labels(rows)
+    several = len({panel.study for panel in panels}) > 1
+    book, shelves, cap = _plans(folder, rows, say)
+    spectra, chosen = _spectra(folder, rows)
+    shown = []
+    for panel in panels:
+        key = (panel.study, panel.model, panel.data, panel.split)
+        body = asdict(panel)
+        body["title"] = charts.panel_title(panel, several)
+        body["stages"] = [_stage_content(stage) for stage in panel.stages]
+        order = {(line["label"], line["unit"], line["mode"]): i for i, line in enumerate(body["stages"][-1]["lines"])}
+        body["shelves"] = sorted(
+            shelves.get(key, []), key=lambda s: order.get((s["label"], s["unit"], s["mode"]), len(order))
+        )
+        body["spectra"] = chosen.get(key)
+        shown.append(body)
+    return {
+        "title": title,
+        "made": results.provenance(),
+        "rows": {"n": len(rows), "columns": columns(rows)},
+        "labels": [{"label": label, **asdict(charts.style(number))} for label, number in labels.items()],
+        "looks": [asdict(charts.style(number)) for number in range(len(charts.COLOURS))],
+        "other": OTHER_KIND,
+        "dashes": {unit: dash for unit, (dash, _) in charts.DASHES.items()},
+        "axes": charts.AXES,
+        "metrics": charts.METRICS,
+        "deltas": curves.DELTAS,
+        "panels": shown,
+        "book": book,
+        "spectra": spectra,
+        "paper": paper,
+        "caps": {"plans": cap},
+    }
+
+
+def _labels(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Every label and its number, which decides how it looks, in the order of the rows."""
+    return {label: i for i, label in enumerate(dict.fromkeys(curves.line_key(row)[0] for row in rows))}
+
+
+def _stage_content(stage: curves.Stage) -> dict[str, Any]:
+    """A stage with its δ-tables; the line that removes most comes first."""
+    removed = [
+        sum((line.points[at].cut["params"] or (0.0, None))[0] for at in cells if at is not None)
+        for line, cells in zip(stage.lines, curves.delta_table(stage, "params"), strict=True)
     ]
-    parts = [f"<h1>{escape(title)}</h1><p>{escape(intro)}</p>"]
-    for i, (heading, figure) in enumerate(figures):
-        parts.append(f"<h2>{escape(heading)}</h2>" + _figure(figure, first=i == 0))
-    parts.append("<h2>Every run</h2>" + _rows_table(rows))
-    decided = f"Decisions of {plan.method} at keep {plan.keep():.2f}"
-    parts.append(f"<h2>{escape(decided)}</h2>" + _figure(charts.layer_sizes(plan)) + _plan_table(plan))
-    parts.append(f"<footer>{escape(about)}</footer>")
-    page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style><body>{''.join(parts)}</body></html>"
-    )
-    jsonio.write_whole(path, page.encode())
+    order = sorted(range(len(removed)), key=lambda i: -removed[i])
+    stage = replace(stage, lines=tuple(stage.lines[i] for i in order))
+    body = asdict(stage)
+    tables = {unit: curves.delta_table(stage, unit) for unit in curves.UNITS}
+    for i, (line, name) in enumerate(zip(body["lines"], charts.line_names(stage.lines), strict=True)):
+        line["name"] = name
+        line["delta"] = {unit: table[i] for unit, table in tables.items()}
+    return body
 
 
-def _figure(figure: Any, first: bool = False) -> str:
-    # The library travels inside the page, once: the report opens without a network.
-    return str(figure.to_html(full_html=False, include_plotlyjs=first, config={"displaylogo": False}))
+Key = tuple[str, str, str, str]
 
 
-def _table(head: list[str], body: list[list[str]], best: set[int] = frozenset()) -> str:  # type: ignore[assignment]
-    cells = "".join(f"<th>{escape(h)}</th>" for h in head)
-    lines = (
-        f"<tr{' class=best' if i in best else ''}>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>"
-        for i, line in enumerate(body)
-    )
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+def _plans(
+    folder: Path, rows: list[dict[str, Any]], say: Progress
+) -> tuple[dict[str, Any], dict[Key, list[dict[str, Any]]], int]:
+    """A book of plans and, for each panel, shelves: one for each line, with its plans by budget.
+
+    Of several repeats at one budget the first row's plan is taken.
+    """
+    lines: dict[tuple[Key, tuple[str, str, str]], dict[Any, int]] = {}
+    for at, row in enumerate(rows):
+        if row["status"] == "done" and row.get("plan"):
+            budgets = lines.setdefault((curves.panel_key(row), curves.line_key(row)), {})
+            budgets.setdefault(row.get("asked"), at)
+    ordered = {
+        line: sorted(budgets.values(), key=lambda at: (rows[at].get("asked") or 0.0, at))
+        for line, budgets in lines.items()
+    }
+    cap = _cap([(len(at), _packed_size(folder, rows[at[len(at) // 2]]["plan"])) for at in ordered.values()])
+    book = Book()
+    shelves: dict[Key, list[dict[str, Any]]] = {}
+    for at, ((panel, (label, unit, mode)), members) in enumerate(ordered.items()):
+        say("plans", at, len(ordered))
+        kept = [members[i] for i in evenly(len(members), cap)]
+        plans = [book.add(_read_plan(folder, rows[i]["plan"])) for i in kept]
+        shelf = {"label": label, "unit": unit, "mode": mode, "rows": kept, "plans": plans, "of": len(members)}
+        shelves.setdefault(panel, []).append(shelf)
+    return book.to_json(), shelves, cap
 
 
-def _rows_table(rows: list[dict[str, Any]]) -> str:
-    head = ["method", "keep asked", "keep params", "keep macs", "top-1 compressed", "top-1 retrained", "seconds"]
-    body = [
-        [
-            r["method"],
-            f"{r['asked']:.2f}",
-            f"{r['keep']['params']:.3f}",
-            f"{r['keep']['macs']:.3f}",
-            f"{r['compressed']['top1']:.2f}",
-            f"{r['retrained']['top1']:.2f}",
-            f"{r['seconds']['compress']:.2f}",
-        ]
-        for r in rows
-    ]
-    best = set()
-    for asked in {r["asked"] for r in rows}:
-        same = [i for i, r in enumerate(rows) if r["asked"] == asked]
-        best.add(max(same, key=lambda i: float(rows[i]["compressed"]["top1"])))
-    return _table(head, body, best) + "<p>Shaded: best without retraining at that keep.</p>"
+def _cap(lines: list[tuple[int, int]]) -> int:
+    """How many plans every line may have, for lines of (plans, bytes of one of them): PLAN_BYTES in all, at least 2."""
+    fits = (cap for cap in range(MOST_PLANS, 2, -1) if sum(min(cap, n) * size for n, size in lines) <= PLAN_BYTES)
+    return next(fits, 2)
 
 
-def _plan_table(plan: Plan) -> str:
-    head = ["layer", "weight", "fold", "slices", "rank", "energy lost", "params before", "after"]
-    body = [
-        [
-            c.name,
-            "×".join(map(str, c.shape)),
-            c.fold,
-            str(c.groups),
-            str(c.rank),
-            f"{100 * c.error.get('energy', float('nan')):.2f} %",
-            f"{c.before.params:,}",
-            f"{c.after.params:,}",
-        ]
-        for c in plan.choices
-    ]
-    return _table(head, body)
+def _packed_size(folder: Path, name: str) -> int:
+    book = Book()
+    book.add(_read_plan(folder, name))
+    return sum(map(len, book.plans))
+
+
+def _read_plan(folder: Path, name: str) -> dict[str, Any]:
+    path = _inside(folder, name)
+    text = jsonio.read(path)
+    Plan.loads(text, str(path))  # refuses what could not be replayed
+    body: dict[str, Any] = json.loads(text)
+    return body
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file that a row names. Nothing outside of the folder is read: a report is made to be given away."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise RankwiseError(
+            f"a row of {folder} names the file {name!r}, which is outside of the folder: correct the row"
+        )
+    return path
+
+
+def _spectra(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[Key, int]]:
+    """Spectra of the first row of each panel that has any, until SPECTRA_BYTES are used; long ones are thinned."""
+    files: dict[str, int] = {}
+    chosen: dict[Key, int] = {}
+    read: list[dict[str, Any]] = []
+    size = 0
+    for row in rows:
+        name, key = row.get("spectra"), curves.panel_key(row)
+        if not name or key in chosen or size > SPECTRA_BYTES:
+            continue
+        if name not in files:
+            path = _inside(folder, name)
+            read.append(_thin(jsonio.parse(jsonio.read(path), str(path)), str(path)))
+            size += len(json.dumps(read[-1]))
+            files[name] = len(read) - 1
+        chosen[key] = files[name]
+    return read, chosen
+
+
+def _thin(body: dict[str, Any], where: str) -> dict[str, Any]:
+    """{layer: {fold: {"n": values there were, "at": their numbers from 1, "s": σᵢ/σ₁ to four digits}}}"""
+    found: dict[str, Any] = {}
+    for layer, folds in jsonio.field(body, "layers", dict, where).items():
+        found[layer] = {}
+        for fold, values in jsonio.typed(folds, dict, f"layer {layer!r} of {where}").items():
+            values = jsonio.typed(values, list, f"fold {fold!r} of layer {layer!r} of {where}")
+            at = evenly(len(values), SPECTRUM_POINTS)
+            numbers = [float(jsonio.typed(values[i], float, f"a value in {where}")) for i in at]
+            found[layer][fold] = {
+                "n": len(values),
+                "at": [i + 1 for i in at],
+                "s": [float(f"{v:.4g}") for v in numbers],
+            }
+    return found
+
+
+def _page(content: dict[str, Any], plotly: str) -> bytes:
+    """The page with everything inside. Its policy: these scripts by their hash, no other, and nothing from anywhere."""
+    style = _asset("report.css")
+    scripts = [text.replace("\r", "") for text in (plotly, "\n".join(_asset(name) for name in SCRIPTS))]
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+    title = escape(content["title"])
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{_asset('report.html')}\n"
+        f'<script type="application/json" id="data">{script_json(content)}</script>\n'
+        + "".join(f"<script>{s}</script>\n" for s in scripts)
+        + "</body>\n</html>\n"
+    ).encode()
+
+
+def _asset(name: str) -> str:
+    return resources.files("rankwise").joinpath("page", name).read_text(encoding="utf-8")

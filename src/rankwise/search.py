@@ -12,7 +12,7 @@ from rankwise.allocate import Solution, alternate, combine, constant, minimax
 from rankwise.budget import Budget
 from rankwise.clusters import check_clustering
 from rankwise.cost import DECOMPOSITIONS, Cost, cost_at
-from rankwise.errors import RankwiseError
+from rankwise.errors import BudgetError, RankwiseError
 from rankwise.knapsack import least_sum, penalty, product
 from rankwise.layer import Layer, Skipped
 from rankwise.measure import check_measure
@@ -242,7 +242,7 @@ def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str
 
 def _cannot_be_met(
     offered: list[Menu], budget: Budget, limits: dict[str, int], fixed: list[int], whole: dict[str, int]
-) -> RankwiseError:
+) -> BudgetError:
     """Say what is asked and the least that is possible, for each unit on its own."""
     parts = []
     for i, unit in enumerate(budget.units):
@@ -255,7 +255,7 @@ def _cannot_be_met(
             asked, possible = f"{limits[unit] / 1e6:.3f} ms are", f"{least / 1e6:.3f} ms"
         parts.append(f"at most {asked} asked for and the least possible is {possible} (keep {share:.4f})")
     together = "" if len(parts) == 1 else ", each on its own"
-    return RankwiseError(
+    return BudgetError(
         f"the budget cannot be met: {'; '.join(parts)}{together}; raise the budget, or allow more options "
         f"(folds, groups, fewer excluded layers)"
     )

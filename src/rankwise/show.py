@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
+from rankwise.curves import panels
 from rankwise.layer import Coverage
 from rankwise.plan import Plan
+from rankwise.smallest import Trial
 from rankwise.table import Progress as Report
 
 
@@ -128,6 +130,21 @@ def remarks(plan: Plan) -> list[str]:
     return [text for text in said if text]
 
 
+def expectation(expected: dict[str, Any], split: str) -> str:
+    """A forecast in a sentence."""
+    return (
+        f"expected on {split}: {-expected['drop']:+.2f} points of top-1, between {-expected['high']:+.2f} and "
+        f"{-expected['low']:+.2f}; {expected['turned']:.1f} % of the answers change (on {expected['n']:,} inputs)"
+    )
+
+
+def trial(tried: Trial, unit: str) -> str:
+    """One size that was tried for --max-drop."""
+    if tried.drop is None or tried.keep is None:
+        return f"{unit} {tried.asked:.3f}: no plan is that small"
+    return f"{unit} {tried.keep:.3f}: {-tried.drop:+.2f} points"
+
+
 def _pruned_grid(plan: Plan) -> Grid:
     """One line for each narrowed module: what is left of its filters and of its channels."""
     grid = Grid(title=f"plan by {plan.method} for {plan.budget}", title_justify="left")
@@ -191,16 +208,21 @@ def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
     return grid
 
 
-def rows_grid(rows: list[dict[str, Any]], reference: dict[str, Any]) -> Grid:
-    """Top-1 of every method at every keep: compressed → retrained."""
-    title = f"top-1 on {reference['n']} test images, compressed → retrained; before: {reference['top1']:.2f} %"
-    grid = Grid(title=title, title_justify="left")
+def rows_grid(rows: list[dict[str, Any]]) -> Grid:
+    """Top-1 of every label at every keep, means over repeats: compressed → retrained, where it was."""
+    panel = panels(rows)[0]
+    grid = Grid(title_justify="left", title=f"top-1 on {panel.n} images; before: {panel.reference[0]:.2f} %")
     grid.add_column("keep", justify="right")
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    for method in methods:
-        grid.add_column(method, justify="right")
+    lines = {line.label: line for line in panel.stages[0].lines}
+    for label in lines:
+        grid.add_column(label, justify="right")
+    means = {
+        (stage.when, line.label, point.asked): point.score[0]
+        for stage in panel.stages
+        for line in stage.lines
+        for point in line.points
+    }
     for keep in dict.fromkeys(row["asked"] for row in rows):
-        cells = {r["method"]: r for r in rows if r["asked"] == keep}
-        shown = [f"{cells[m]['compressed']['top1']:.2f} → {cells[m]['retrained']['top1']:.2f}" for m in methods]
-        grid.add_row(f"{keep:g}", *shown)
+        found = [[means.get((when, label, keep)) for when in ("compressed", "retrained")] for label in lines]
+        grid.add_row(f"{keep:g}", *(" → ".join(f"{v:.2f}" for v in pair if v is not None) for pair in found))
     return grid

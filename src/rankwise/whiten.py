@@ -18,6 +18,7 @@ A transposed convolution spreads each input over its taps; every tap is an outpu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rankwise.cost import Option, taps
-from rankwise.decompose import Array, cut, spread
+from rankwise.decompose import Array, cut
 from rankwise.fold import kernel_sides, to_matrix
 from rankwise.layer import Layer, canonical
 
@@ -77,8 +78,8 @@ def fit(
         if layer.transposed:
             rows = rows.reshape(-1, 1, rows.shape[-1])
             scale = None if scale is None else torch.kron(scale, torch.eye(left, dtype=scale.dtype))
-        encoder = _encoders(slices[g], rows.shape[0], scale, blocks)[:, :most]
-        root, cross = _features(rows, encoder, blocks, layer, option)
+        encoder = _encoders(slices[g], scale, blocks)[:, :most]
+        root, cross = _features(rows, encoder, blocks)
         errors = errors + _errors(rows, scale, blocks, root, cross, encoder.shape[1])
         encoders.append(encoder)
         roots.append(root)
@@ -98,45 +99,89 @@ def _blocks(layer: Layer, option: Option, moment: Tensor) -> Tensor:
     return turned.reshape(outer, c * inner, outer, c * inner)
 
 
-def _encoders(slices: Tensor, outputs: int, scale: Tensor | None, blocks: Tensor) -> Tensor:
-    """(k, r, columns), strongest first."""
+def rough_errors(weight: Tensor, layer: Layer, option: Option, moment: Tensor, metric: Tensor) -> Array:
+    """By rank, what the pair would lose if slices and taps were independent: the energy that encoders leave behind.
+
+    No decoder is fitted, so it takes a fraction of the time. Options of one layer come in nearly the same order.
+    """
+    slices = cut(weight, layer, option).to("cpu", torch.float64)
+    lost = np.zeros(1)
+    for g in range(layer.groups):
+        blocks, scale = _blocks(layer, option, moment[g]), metric[g]
+        if layer.transposed:
+            scale = torch.kron(scale, torch.eye(taps(layer, option)[0], dtype=scale.dtype))
+        energy = torch.stack([torch.linalg.eigvalsh(_gram(*each)[0]) for each in _turned(slices[g], scale, blocks)])
+        strongest = energy.clamp_min(0).sum(0).numpy()[::-1]
+        lost = lost + np.append(np.cumsum(strongest[::-1])[::-1], 0.0)
+    return lost
+
+
+def _encoders(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """(k, r, columns), strongest first.
+
+    For A = S W_i and M_i = C Cᵀ: the leading right singular vectors of A C, times C⁻¹. From the left ones they are
+    UᵀA / σ, so that a wide slice needs no root of M_i at all.
+    """
+    found = []
+    for matrix, moment in _turned(slices, scale, blocks):
+        gram, root = _gram(matrix, moment)
+        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = values.flip(0), vectors.flip(1)
+        if root is None:
+            real = values > 1e-14 * values[0].clamp_min(0)  # the others have no energy and are never needed
+            found.append(torch.where(real, values.clamp_min(1e-300).rsqrt(), 0.0)[:, None] * (vectors.t() @ matrix))
+        else:
+            found.append(torch.linalg.solve_triangular(root, vectors.t(), upper=False, left=False))
+    return torch.stack(found)
+
+
+def _turned(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """A = S W_i and M_i of each slice; M_i is the mean over the taps that the decoder owns."""
     same = blocks.diagonal(dim1=0, dim2=2).mean(-1)
     k, rows, columns = slices.shape
     missing = k * columns - len(same)
     if missing:
         same = torch.constant_pad_nd(same, (0, missing, 0, missing))
     least = FLOOR * float(same.diagonal().mean()) or 1.0  # nothing was seen: any unit will do
-    rank = min(rows, columns)
-    found = []
     for i, matrix in enumerate(slices):
-        values, vectors = torch.linalg.eigh(same[i * columns : (i + 1) * columns, i * columns : (i + 1) * columns])
-        root = (values.clamp_min(0) + least).sqrt()
-        turned = matrix.reshape(outputs, -1)
+        here = slice(i * columns, (i + 1) * columns)
         if scale is not None:
-            turned = scale @ turned
-        turned = turned.reshape(rows, columns) @ (vectors * root)
-        if columns <= rows:
-            strongest = torch.linalg.eigh(turned.t() @ turned)[1].flip(-1).t()
-        else:
-            strongest = torch.linalg.svd(turned, full_matrices=False)[2]
-        found.append((strongest[:rank] / root) @ vectors.t())
-    return torch.stack(found)
+            matrix = (scale @ matrix.reshape(len(scale), -1)).reshape(rows, columns)
+        yield matrix, same[here, here] + least * torch.eye(columns, dtype=same.dtype)
 
 
-def _features(rows: Tensor, encoder: Tensor, blocks: Tensor, layer: Layer, option: Option) -> tuple[Tensor, Tensor]:
-    """Second moments of the encoders' outputs, factorised, and theirs with the layer's; order (rank, slice, tap)."""
-    k, rank = encoder.shape[:2]
-    wide = spread(encoder, layer, option).transpose(0, 1).reshape(rank * k, -1)
-    seen = torch.einsum("axby,vy->axvb", blocks, wide)
-    square = torch.einsum("ux,axvb->uavb", wide, seen).reshape(rank * k * len(blocks), -1)
-    cross = torch.einsum("fax,axvb->fvb", rows, seen).reshape(len(rows), -1)
+def _gram(matrix: Tensor, moment: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A M Aᵀ, or for a tall A: Cᵀ AᵀA C and the Cholesky factor C of M."""
+    if len(matrix) < matrix.shape[1]:
+        return matrix @ moment @ matrix.t(), None
+    root = torch.linalg.cholesky(moment)
+    return root.t() @ (matrix.t() @ matrix) @ root, root
+
+
+def _features(rows: Tensor, encoder: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Second moments of the encoders' outputs, factorised, and theirs with the layer's; order (rank, slice, tap).
+
+    An encoder reads its own slice only, so slices are multiplied one by one.
+    """
+    k, rank, columns = encoder.shape
+    taps, wide = blocks.shape[:2]
+    missing = k * columns - wide
+    if missing:
+        blocks = torch.constant_pad_nd(blocks, (0, missing, 0, 0, 0, missing))
+        rows = torch.constant_pad_nd(rows, (0, missing))
+    parted = torch.unflatten(blocks, 3, (k, columns)).permute(3, 4, 0, 1, 2)  # (k, y, a, x, b)
+    seen = torch.bmm(encoder, parted.flatten(2))  # (k, r, a·x·b)
+    seen = seen.reshape(k, rank, taps, k, columns, taps).permute(3, 4, 2, 1, 0, 5)  # (l, x, a, r, k, b)
+    square = torch.bmm(encoder, seen.flatten(2)).reshape(k, rank, taps, -1).transpose(0, 1)
+    square = square.reshape(rank * k * taps, -1)
+    turned = torch.unflatten(rows, 2, (k, columns)).permute(0, 2, 3, 1)  # (f, l, x, a)
+    cross = turned.reshape(len(rows), -1) @ seen.reshape(k * columns * taps, -1)
     small = JITTER * max(1.0, float(square.diagonal().mean()))
-    unit = torch.eye(len(square), dtype=square.dtype)
     for more in (1.0, 10.0, 100.0):
-        root, info = torch.linalg.cholesky_ex(square + more * small * unit)
+        root, info = torch.linalg.cholesky_ex(square + more * small * torch.eye(len(square), dtype=square.dtype))
         if not int(info):
             return root, cross
-    return torch.linalg.cholesky(square + 1e3 * small * unit), cross
+    return torch.linalg.cholesky(square + 1e3 * small * torch.eye(len(square), dtype=square.dtype)), cross
 
 
 def _errors(rows: Tensor, scale: Tensor | None, blocks: Tensor, root: Tensor, cross: Tensor, rank: int) -> Array:

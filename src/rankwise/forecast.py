@@ -1,0 +1,102 @@
+"""What a plan of `auto` will cost in accuracy, before the network is fitted.
+
+Two quick looks at the inputs of a split enclose what fitting gives:
+
+    first order   the outputs of the original network plus noise as large as the plan predicts (its objective): the sum
+                  of what every layer does alone, so errors that feed on each other are not seen
+    closed form   all pairs at once from what the table knows, without the passes in which layers make up for each
+                  other (refit.py)
+
+The second one is what to expect, on the careful side. The inputs must be new to the network: it is far surer of those
+that it was trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.data import Split
+from rankwise.errors import RankwiseError
+from rankwise.evaluate import class_logits, mode
+from rankwise.forward import run_example, tensors_of
+from rankwise.influence import add_answers, variance_of
+from rankwise.job import Seen
+from rankwise.moments import Moments
+from rankwise.plan import Plan
+from rankwise.refit import apply_fitted
+
+DRAWS = 8
+PIXELS = 100  # of each segmented image, drawn at random
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Points of top-1 (of pixels for segmentation) that will be lost; `turned` percent of the answers will change.
+
+    From `low`, the first-order loss, to `high`, the one in closed form, both widened by what counting on `n` inputs
+    leaves open (95 %).
+    """
+
+    drop: float
+    low: float
+    high: float
+    turned: float
+    n: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def can_forecast(plan: Plan, seen: Seen) -> bool:
+    return plan.settings.get("error") == "effect" and seen.data is not None
+
+
+def forecast(model: nn.Module, plan: Plan, seen: Seen, split: Split, most: int = 2_000, seed: int = 0) -> Forecast:
+    """For a plan and what was seen for it (`job.planner`), on up to `most` inputs of a split."""
+    if not can_forecast(plan, seen):
+        raise RankwiseError(
+            f"a plan by {plan.method!r} with the measure {plan.settings.get('error')!r} does not say what becomes of "
+            f"the network's outputs: forecasts are for method='auto' with data, or with batch norm and an example"
+        )
+    trial = apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least, work=0)
+    split = split.thin(most)
+    random = torch.Generator().manual_seed(seed)
+    before, labels, variance = _answers(model, split, torch.Generator().manual_seed(seed))
+    after, _, _ = _answers(trial, split, torch.Generator().manual_seed(seed))
+    power = float(plan.search["objective"]) * float(plan.search["variance"]) / variance
+    size = math.sqrt(max(0.0, power * float(before.var(dim=0, unbiased=False).sum())) / before.shape[1])
+    noisy = [before + size * torch.randn(before.shape, generator=random) for _ in range(DRAWS)]
+    first = sum(_lost(before, answers, labels) for answers in noisy) / DRAWS
+    drop = _lost(before, after, labels)
+    turned = float((before.argmax(1) != after.argmax(1)).double().mean())
+    unsure = 196 * math.sqrt(max(turned, 1 / len(split)) / len(split))
+    return Forecast(drop, min(first, drop) - unsure, max(first, drop) + unsure, 100 * turned, len(split))
+
+
+def _lost(before: Tensor, after: Tensor, labels: Tensor) -> float:
+    """Points of top-1."""
+    right, still = (float((answers.argmax(1) == labels).double().mean()) for answers in (before, after))
+    return 100 * (right - still)
+
+
+def _answers(model: nn.Module, split: Split, random: torch.Generator) -> tuple[Tensor, Tensor, float]:
+    """Logits N×C and labels N, of some pixels for segmentation, and the variance of all outputs."""
+    seen: dict[int, Moments] = {}
+    logits, labels = [], []
+    with mode(model, training=False), torch.inference_mode():
+        for x, y in split.batches(8 if split.masks is not None else 256):
+            output = run_example(model, x)
+            add_answers(seen, [t for t in tensors_of(output) if t.is_floating_point()])
+            found = class_logits(output, split).double().cpu()
+            if found.ndim > 2:
+                found, y = found.movedim(1, -1).flatten(0, 2), y.flatten()
+                chosen = torch.randint(len(y), (PIXELS * len(x),), generator=random)
+                found, y = found[chosen], y[chosen]
+            logits.append(found)
+            labels.append(y)
+    return torch.cat(logits), torch.cat(labels), variance_of(seen)
