@@ -252,10 +252,9 @@ def compress(
 
     `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
     multiply-adds, which needs an example input, `latency` for the measured time of the example (see `Timing`); only
-    tucker2 can do without any. `data`, any iterable of
-    inputs without labels or a specification such as "digits", is for methods that look at activations, and for
-    `recover`: so many steps of distillation from the original network at the end. `fuse` folds batch norms into the
-    layers before them, for inference.
+    tucker2 can do without any. `data`, any iterable of inputs without labels or a specification such as "digits", is
+    for methods that look at activations, and for `recover`: so many steps of distillation from the original network at
+    the end. `fuse` folds batch norms into the layers before them, for inference.
     """
     settings = settings_for(method, **changes)
     asked = any(part is not None for part in (keep, macs, latency)) or needs_budget(settings)
