@@ -33,6 +33,7 @@ bench: $(BIN)/.installed
 	$(BIN)/python benchmarks/budget.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/pruning.py
+	$(BIN)/python benchmarks/latency.py
 
 docs: $(BIN)/.installed
 	$(BIN)/python -m pytest tests/test_docs.py

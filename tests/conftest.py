@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +17,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("deterministic")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _times_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Measured times are kept for this run only, and nobody's own are read."""
+    os.environ["RANKWISE_CACHE"] = str(tmp_path_factory.mktemp("cache"))

@@ -12,14 +12,15 @@ import rankwise
 SOURCE = Path(rankwise.__file__).parent
 FLOORS = [
     "errors version jsonio fold layer cost decompose measure moments pca tucker vbmf clusters response whiten",
-    "table table_file plan budget menu allocate knapsack unbudgeted search",
-    "modules pairs narrow forward coverage surgery checkpoint graph trials channels",
-    "images sources data probe sensitivity pruning influence effects refit recover dream methods job",
+    "times table table_file plan budget menu allocate knapsack unbudgeted search",
+    "modules pairs narrow forward coverage surgery fuse checkpoint graph trials channels",
+    "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file "
+    "stopwatch merge methods job",
     "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state train lc "
     "material",
     "results pipeline curves embed store study study_file reference cell cluster runner estimate published summary "
     "tabular overview",
-    "charts report demo flags show live train_cli report_cli study_cli cli __main__ __init__",
+    "charts report demo flags show live train_cli report_cli study_cli export bench deploy_cli cli __main__ __init__",
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(SOURCE.glob("*.py"))

@@ -816,7 +816,7 @@ def test_the_command_line(
     save_file(digits.state_dict(), weights)
     common = ["compress", "digits-cnn", "--weights", weights, *(["--data", "digits"] if with_data else [])]
     folder = tmp_path / "o"
-    status, out, _ = run(capsys, *common, "--keep", 0.5, "--out", folder)
+    status, out, _ = run(capsys, *common, "--keep", 0.5, "--no-never-slower", "--out", folder)
     assert status == 0
     assert "done" in out
     plan = rw.Plan.load(folder / "plan.json")

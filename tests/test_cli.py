@@ -175,7 +175,7 @@ class TestCompress:
             (["--keep", "0.0001", "--out", "o"], "least possible"),
             (["--keep", "-1", "--out", "o"], "above 0"),
             (["--keep", "0.5", "--budget", "params=0.4", "--out", "o"], "twice"),
-            (["--budget", "latency=0.4", "--out", "o"], "macs=VALUE"),
+            (["--budget", "seconds=0.4", "--out", "o"], "macs=VALUE"),
             (["--budget", "macs=", "--out", "o"], "macs=VALUE"),
             (["--keep", "0.5", "--method", "best", "--out", "o"], "svd-energy"),
             (["--keep", "0.5", "--error", "l1", "--out", "o"], "energy"),

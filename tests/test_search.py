@@ -206,7 +206,7 @@ def test_minimax_is_the_brute_force_optimum(
         assert plan.search["objective"] == worst(plan, measure)
 
 
-@pytest.mark.parametrize("units", [1, 2])
+@pytest.mark.parametrize("units", [1, 2, 3])
 @MANY
 @given(data=st.data())
 def test_minimax_is_the_brute_force_optimum_of_any_menus(units: int, data: st.DataObject) -> None:
@@ -238,7 +238,7 @@ def test_minimax_is_the_lexicographic_optimum_where_no_two_errors_tie(data: st.D
     assert sorted((p.error for p in found.points), reverse=True) == min(ordered)
 
 
-@pytest.mark.parametrize("units", [1, 2])
+@pytest.mark.parametrize("units", [1, 2, 3])
 @MANY
 @given(data=st.data())
 def test_minimax_leaves_no_room_in_which_a_layer_could_improve(units: int, data: st.DataObject) -> None:
@@ -369,7 +369,7 @@ def check_sum(found: Solution | None, offered: list[Menu], room: list[int], best
     assert found.objective >= best - 1e-9
 
 
-@pytest.mark.parametrize("units", [1, 2])
+@pytest.mark.parametrize("units", [1, 2, 3])
 @MANY
 @given(data=st.data())
 def test_sum_is_the_brute_force_optimum_of_any_menus(units: int, data: st.DataObject) -> None:
@@ -384,7 +384,7 @@ def test_sum_is_the_brute_force_optimum_of_any_menus(units: int, data: st.DataOb
 
 
 @pytest.mark.parametrize("states", [1, 5])
-@pytest.mark.parametrize("units", [1, 2])
+@pytest.mark.parametrize("units", [1, 2, 3])
 @MANY
 @given(data=st.data())
 def test_the_gap_is_honest_when_states_are_dropped(states: int, units: int, data: st.DataObject) -> None:

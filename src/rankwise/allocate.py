@@ -21,7 +21,7 @@ import numpy as np
 
 from rankwise.menu import Menu, Offer, Point
 
-# More partial sums than this are thinned out when two budgets must be met at once.
+# More partial sums than this are thinned out when several budgets must be met at once.
 STATES = 4096
 # Algorithm 1 has converged when ε has not moved for so many steps.
 PATIENCE = 3
@@ -56,7 +56,7 @@ def total(points: Sequence[Point], units: int) -> list[int]:
 def combine(choices: list[list[Point]], room: Sequence[int]) -> list[Point] | None:
     """One point from each list so that the sums stay within the room, or None.
 
-    With one unit every list has one point. With two, the sums of the lists seen so far are kept as a
+    With one unit every list has one point. With more, the sums of the lists seen so far are kept as a
     Pareto front: exact, unless it outgrows STATES.
     """
     if all(len(points) == 1 for points in choices):
@@ -82,11 +82,12 @@ def _thin(
     states: list[tuple[tuple[int, ...], tuple[Point, ...]]],
 ) -> list[tuple[tuple[int, ...], tuple[Point, ...]]]:
     kept: list[tuple[tuple[int, ...], tuple[Point, ...]]] = []
-    lowest = math.inf
+    front: list[tuple[int, ...]] = []  # of the units behind the first, by which states are sorted
     for state in sorted(states, key=lambda s: s[0]):
-        if state[0][-1] < lowest:  # sorted by the first unit, so only the last one can still improve
+        rest = state[0][1:]
+        if not any(all(a <= b for a, b in zip(other, rest, strict=True)) for other in front):
             kept.append(state)
-            lowest = state[0][-1]
+            front = [other for other in front if not all(a >= b for a, b in zip(other, rest, strict=True))] + [rest]
     step = max(1, -(-len(kept) // STATES))
     return kept[::step]
 

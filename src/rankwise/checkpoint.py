@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rankwise import jsonio
 from rankwise.errors import RankwiseError
+from rankwise.fuse import fuse_norms_
 from rankwise.modules import mark_of
 from rankwise.narrow import narrowed
 from rankwise.pairs import decision_of
@@ -74,6 +75,7 @@ def load(folder: str | Path, model: nn.Module) -> nn.Module:
         )
     small = copy_model(model)
     replace_layers_(small, plan, fill=False)
+    fuse_norms_(small, plan.fused, fill=False)
     _load_state_(small, tensors, header, path)
     return small
 

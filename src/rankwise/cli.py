@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from rankwise import checkpoint, networks, report_cli, show, study_cli, train_cli
+from rankwise import checkpoint, deploy_cli, networks, report_cli, show, study_cli, train_cli
 from rankwise.clusters import CLUSTERINGS
 from rankwise.cost import DECOMPOSITIONS
 from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
@@ -19,7 +19,8 @@ from rankwise.evaluate import evaluate as score
 from rankwise.flags import example_for, read_budget, read_folds, read_groups
 from rankwise.forecast import can_forecast, forecast
 from rankwise.forward import run_example, side_of, tensors_of, undisturbed
-from rankwise.job import Planner, Seen, build_network, is_free, planner, recovered, seen_for
+from rankwise.job import Planner, Seen, build_network, fused, is_free, planner, recovered, seen_for, times_for
+from rankwise.latency import read_timing
 from rankwise.layer import Coverage
 from rankwise.methods import METHODS, needs_budget, needs_data, settings_for
 from rankwise.plan import Plan
@@ -57,6 +58,11 @@ BaseOpt = Annotated[
     str | None,
     typer.Option("--base", metavar="MODEL", help="For a folder: the network to rebuild (needed for file.py:factory)."),
 ]
+TimingOpt = Annotated[
+    str | None,
+    typer.Option("--timing", metavar="T", help="How to time, such as batch=32,threads=2,layout=channels-last."),
+]
+FuseOpt = Annotated[bool, typer.Option("--fuse", help="Fold batch norms into the layers before them, for inference.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -92,7 +98,7 @@ def compress(
     keep: Annotated[float | None, typer.Option("--keep", help="Fraction of all params that may remain.")] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option("--budget", metavar="UNIT=VALUE", help="params=0.4 or macs=0.5; may be repeated."),
+        typer.Option("--budget", metavar="UNIT=VALUE", help="params=0.4, macs=0.5 or latency=0.6; may be repeated."),
     ] = None,
     max_drop: Annotated[
         float | None,
@@ -127,6 +133,18 @@ def compress(
     clustering: Annotated[
         str | None, typer.Option("--clustering", help=f"For messi: {', '.join(CLUSTERINGS)}.")
     ] = None,
+    timing: TimingOpt = None,
+    never_slower: Annotated[
+        bool | None,
+        typer.Option(
+            "--never-slower/--no-never-slower",
+            help="A layer stays whole unless its pair was measured to be faster; on for auto with an input shape.",
+        ),
+    ] = None,
+    rank_multiple: Annotated[
+        int | None, typer.Option("--rank-multiple", metavar="N", help="Channels between factors are multiples of N.")
+    ] = None,
+    fuse: FuseOpt = False,
     input: InputOpt = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the random starts.")] = None,
     exclude: ExcludeOpt = None,
@@ -148,23 +166,31 @@ def compress(
         "folds": read_folds(folds),
         "decompositions": decompositions.split(",") if decompositions else None,
         "clustering": clustering,
+        "never_slower": never_slower,
+        "rank_multiple": rank_multiple,
     }
+    how = read_timing(timing)
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
     source: Any = None
     seen, small, trials = Seen(), None, None
     if plan is None:
         coverage = find_layers(network, example, exclude or ())
+        if method == "auto" and never_slower is None:
+            changes["never_slower"] = example is not None
         settings, free = settings_for(method, **changes), is_free(method, changes)
         check_coverage(coverage, strict, isinstance(settings, Filters))
         images = None
         if data is not None and (free or needs_data(settings)):
             images = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
-        title = networks.architecture(model)
+        title, asked = networks.architecture(model), None
+        if max_drop is None and (keep is not None or budget or needs_budget(settings)):
+            asked = read_budget(keep, budget)
+        with show.progress("timing") as report:
+            times = times_for(network, example, coverage, settings, asked, how, report, fuse)
         with show.progress("layers") as report:
-            make = planner(network, example, coverage, settings, method, title, images, report, free)
+            make = planner(network, example, coverage, settings, method, title, images, report, free, times)
         if max_drop is None:
-            asked = read_budget(keep, budget) if keep is not None or budget or needs_budget(settings) else None
             found, seen = make(asked)
         elif keep is not None or budget:
             raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
@@ -188,6 +214,8 @@ def compress(
             if source is None and data is not None:
                 source = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
             small = recovered(small, network, source, recover, lambda i, n, loss: report("", i, n))
+    if fuse and small is not None:
+        small, found = fused(small, found, example)
     scores = None
     if data is not None and small is not None:
         test = load_data(data, split, size=side_of(example))
@@ -254,6 +282,7 @@ def demo(
 train_cli.register(app)
 report_cli.register(app)
 study_cli.register(app)
+deploy_cli.register(app)
 
 
 def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
@@ -334,7 +363,8 @@ def _within(
 
 
 def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: dict[str, Any]) -> None:
-    given = [f"--{name}" for name, value in {"keep": keep, "budget": budget, **changes}.items() if value is not None]
+    every = {"keep": keep, "budget": budget, **changes}
+    given = [f"--{name.replace('_', '-')}" for name, value in every.items() if value is not None]
     if given:
         raise RankwiseError(
             f"--plan replays decisions that are made already, and {given[0]} asks for new ones: drop one"

@@ -15,7 +15,9 @@ from rankwise.coverage import COMPRESSED, find_layers
 from rankwise.dream import imagine
 from rankwise.effects import LARGEST, effect_table
 from rankwise.errors import RankwiseError
+from rankwise.fuse import find_norms, fuse_norms
 from rankwise.influence import Influence, influences
+from rankwise.latency import Timing
 from rankwise.layer import Coverage
 from rankwise.methods import calibration, needs_budget, no_data, settings_for, table_for
 from rankwise.plan import Plan
@@ -24,8 +26,10 @@ from rankwise.pruning import Filters, plan_filters
 from rankwise.recover import Steps, recover_
 from rankwise.refit import apply_fitted
 from rankwise.search import Settings, find_plan
+from rankwise.stopwatch import SLICES, measure_times
 from rankwise.surgery import apply_plan
 from rankwise.table import Progress
+from rankwise.times import Times
 
 IMAGINED = 0.1  # how far moments of imagined inputs are drawn towards the identity
 ENTRIES = 1 << 21  # of a batch of images: 13 of 3×224×224
@@ -61,9 +65,10 @@ def find(
     data: Any = None,
     progress: Progress | None = None,
     free: bool = False,
+    times: Times | None = None,
 ) -> tuple[Plan, Seen]:
     """The plan of any method, and what building it needs. `free` lets `auto` look at data, see `is_free`."""
-    return planner(model, example, coverage, settings, method, title, data, progress, free)(budget)
+    return planner(model, example, coverage, settings, method, title, data, progress, free, times)(budget)
 
 
 def planner(
@@ -76,12 +81,19 @@ def planner(
     data: Any = None,
     progress: Progress | None = None,
     free: bool = False,
+    times: Times | None = None,
 ) -> Planner:
-    """From a budget to a plan and what building it needs: all that does not depend on the budget is done once, here."""
+    """From a budget to a plan and what building it needs: all that does not depend on the budget is done once, here.
+
+    `times` were measured, for budgets in latency and never_slower (`times_for`).
+    """
     if isinstance(settings, Filters):
-        return lambda budget: _filters(model, example, coverage, settings, budget, method, title, data)
+        filters = settings
+        return lambda budget: _filters(model, example, coverage, filters, budget, method, title, data)
+    if times is not None and settings.groups == "all":
+        settings = replace(settings, groups=SLICES)  # others were not measured, so they could not be chosen
     if free:
-        found = _auto(model, example, coverage, settings, title, data, progress)
+        found = _auto(model, example, coverage, settings, title, data, progress, times)
         if found is not None:
             return found
     elif settings.error == "effect" or "whitened" in settings.decompositions:
@@ -92,8 +104,9 @@ def planner(
                 f"error={settings.error!r} with decompositions={settings.decompositions!r} was asked for: 'effect' and "
                 f"'whitened' are known together only, and method='auto' with data= takes both"
             )
-        return _by_effect(model, coverage, settings, method, title, data, progress, "calibration", 0.0)
+        return _by_effect(model, coverage, settings, method, title, data, progress, "calibration", 0.0, times)
     table = table_for(model, coverage, settings, data, progress)
+    table.times = times
     return lambda budget: (find_plan(table, budget, settings, method, title), Seen(table.moments))
 
 
@@ -119,6 +132,7 @@ def _auto(
     title: str,
     data: Any,
     progress: Progress | None,
+    times: Times | None,
 ) -> Planner | None:
     """By the effect on the network's outputs, on data or on imagined inputs; None if there are neither."""
     inputs, least = "calibration", 0.0
@@ -129,7 +143,7 @@ def _auto(
     wanted = replace(settings, error="effect", decompositions=("whitened", "svd"))
 
     def otherwise(err: LinAlgError) -> Planner:
-        plain = planner(model, example, coverage, settings, "auto", title)
+        plain = planner(model, example, coverage, settings, "auto", title, times=times)
         warning = f"calibration failed ({str(err).splitlines()[0]}), so this plan looks at the weights alone"
 
         def plan(budget: Budget | None) -> tuple[Plan, Seen]:
@@ -139,7 +153,7 @@ def _auto(
         return plan
 
     try:
-        planned = _by_effect(model, coverage, wanted, "auto", title, data, progress, inputs, least)
+        planned = _by_effect(model, coverage, wanted, "auto", title, data, progress, inputs, least, times)
     except LinAlgError as err:  # numbers that no shrinking could save: the weights alone will do
         return otherwise(err)
 
@@ -160,9 +174,11 @@ def _by_effect(
     progress: Progress | None,
     inputs: str,
     least: float,
+    times: Times | None,
 ) -> Planner:
     given = [part for batch in batches(data) for part in _parts(batch)]  # read for every layer
     table, influence = effect_table(model, coverage, settings, given, progress, least)
+    table.times = times
     variance = next((one.variance for one in influence.values()), 0.0)
 
     def plan(budget: Budget | None) -> tuple[Plan, Seen]:
@@ -197,6 +213,30 @@ def seen_for(model: nn.Module, example: Any, plan: Plan, data: Any = None) -> Se
     return Seen({}, given, influences(model, given, list(coverage.layers), LARGEST, seed), least)
 
 
+def times_for(
+    model: nn.Module,
+    example: Any,
+    coverage: Coverage,
+    settings: Settings | Filters,
+    budget: Budget | None,
+    timing: Timing | None = None,
+    progress: Progress | None = None,
+    fuse: bool = False,
+) -> Times | None:
+    """Measured times where a budget in latency or never_slower needs them; None elsewhere."""
+    if isinstance(settings, Filters) or not (settings.never_slower or (budget is not None and budget.latency)):
+        return None
+    return measure_times(model, example, timing, coverage, progress, fuse=fuse)
+
+
+def fused(small: nn.Module, plan: Plan, example: Any) -> tuple[nn.Module, Plan]:
+    """The network with its batch norms folded into its layers, and a plan that says so."""
+    norms = find_norms(small, example)
+    small = fuse_norms(small, norms)
+    params = sum(p.numel() for p in small.parameters())
+    return small, replace(plan, fused=norms, after=replace(plan.after, params=params))
+
+
 def build_network(model: nn.Module, plan: Plan, seen: Seen) -> tuple[nn.Module, Plan]:
     """A copy of the model that follows the plan, and that plan: another one if the data could not be fitted."""
     if seen.data is None:
@@ -220,18 +260,22 @@ def compress(
     progress: Progress | None = None,
     data: Any = None,
     recover: int = 0,
+    latency: float | None = None,
+    timing: Timing | None = None,
+    fuse: bool = False,
     **changes: Any,
 ) -> tuple[nn.Module, Plan]:
     """The whole job: a smaller copy of the model, and the plan it follows.
 
     `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input; only tucker2 can do without either. `data`, any iterable of
-    inputs without labels or a specification such as "digits", is for methods that look at activations, and for
-    `recover`: so many steps of distillation from the original network at the end.
+    multiply-adds, which needs an example input, `latency` for the measured time of the example (see `Timing`); only
+    tucker2 can do without any. `data`, any iterable of inputs without labels or a specification such as "digits", is
+    for methods that look at activations, and for `recover`: so many steps of distillation from the original network at
+    the end. `fuse` folds batch norms into the layers before them, for inference.
     """
     settings = settings_for(method, **changes)
-    asked = keep is not None or macs is not None or needs_budget(settings)
-    budget = Budget(params=keep, macs=macs) if asked else None
+    asked = any(part is not None for part in (keep, macs, latency)) or needs_budget(settings)
+    budget = Budget(params=keep, macs=macs, latency=latency) if asked else None
     coverage = find_layers(model, example, exclude)
     if any(s.reason == COMPRESSED for s in coverage.skipped):
         raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
@@ -239,9 +283,11 @@ def compress(
         raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
     source = calibration(data, example)
     title, free = type(model).__name__, is_free(method, changes)
-    plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free)
+    times = times_for(model, example, coverage, settings, budget, timing, progress, fuse)
+    plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free, times)
     small, plan = build_network(model, plan, seen)
-    return (recovered(small, model, seen.data or source, recover), plan) if recover else (small, plan)
+    small = recovered(small, model, seen.data or source, recover) if recover else small
+    return fused(small, plan, example) if fuse else (small, plan)
 
 
 def recovered(small: nn.Module, model: nn.Module, data: Any, steps: int, progress: Steps | None = None) -> nn.Module:

@@ -6,8 +6,8 @@
 3. Points whose reduced cost alone exceeds the gap between the two cannot be part of anything better.
 4. Dynamic programming over what remains, partial sums kept as a Pareto front, closes the gap.
 
-With two budgets steps 1 and 2 see one mixed cost, Σ weight · cost / budget; the bound is a bound for
-every weight, and the best one is used. Step 4 sees both costs.
+With several budgets steps 1 and 2 see one mixed cost, Σ weight · cost / budget; the bound is a bound for
+every weight, and the best one is used. Step 4 sees all costs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from itertools import product as product_of
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,14 @@ Ints = NDArray[np.int64]
 
 # Partial sums kept for each layer. Beyond this the most promising stay and the gap is no longer zero.
 STATES = 20_000
-WEIGHTS = tuple(i / 16 for i in range(17))
+SEVERAL = 2_000  # the same for three budgets, where finding out which are worth keeping takes longer
+
+
+def _weights(units: int) -> list[list[float]]:
+    """Ways to mix so many costs, each summing to 1: sixteenths for two, quarters for three."""
+    parts = {1: 1, 2: 16}.get(units, 4)
+    every = [w for w in product_of(range(parts + 1), repeat=units - 1) if sum(w) <= parts]
+    return [[*(i / parts for i in w), (parts - sum(w)) / parts] for w in every]
 
 
 class Front:
@@ -59,8 +67,7 @@ def least_sum(menus: list[Menu], room: Sequence[int]) -> Solution | None:
     """The choice of points with the least sum of errors within the room; None if nothing fits."""
     fronts = [Front(menu) for menu in menus]
     space = np.array(room, dtype=np.float64)
-    weights = [[1.0]] if len(room) == 1 else [[w, 1 - w] for w in WEIGHTS]
-    tries = [_relax(fronts, np.array(w) / np.maximum(space, 1), space) for w in weights]
+    tries = [_relax(fronts, np.array(w) / np.maximum(space, 1), space) for w in _weights(len(room))]
     if any(t is None for t in tries):
         return None  # some mixed cost, and so at least one of the budgets, cannot be met
     relaxed = [t for t in tries if t is not None]
@@ -85,13 +92,12 @@ def least_sum(menus: list[Menu], room: Sequence[int]) -> Solution | None:
 def penalty(menus: list[Menu], room: Sequence[int]) -> Solution | None:
     """Each layer minimises error + λ · cost on its own; the smallest λ whose choices stay within the room.
 
-    Nothing is filled up afterwards. With two budgets the cost is a mixed one, with the weight that ends best.
+    Nothing is filled up afterwards. With several budgets the cost is a mixed one, with the weight that ends best.
     """
     fronts = [Front(menu) for menu in menus]
     space = np.array(room, dtype=np.float64)
-    weights = [[1.0]] if len(room) == 1 else [[w, 1 - w] for w in WEIGHTS]
     best: Solution | None = None
-    for weight in weights:
+    for weight in _weights(len(room)):
         # In the budget's own unit where there is one, so that λ is the error that one param or mac is worth.
         mix = np.array(weight) / (1.0 if len(room) == 1 else np.maximum(space, 1))
         picks, price = _descend(fronts, mix, space)
@@ -232,17 +238,17 @@ def _improve(
     least = _suffix([f.costs[a].min(axis=0) for f, a in zip(fronts, alive, strict=True)])
     costs, errors = np.zeros((1, len(space))), np.zeros(1)
     history: list[tuple[Ints, Ints]] = []
-    exact = True
+    exact, most = True, STATES if len(space) < 3 else SEVERAL
     for i, (front, points) in enumerate(zip(fronts, alive, strict=True)):
         parent, point = np.repeat(np.arange(len(errors)), len(points)), np.tile(points, len(errors))
         costs, errors = costs[parent] + front.costs[point], errors[parent] + front.error[point]
         promise = errors + hope[i + 1] - (space - costs) @ price
         good = np.flatnonzero((costs + least[i + 1] <= space).all(axis=1) & (promise <= value))
-        if len(space) > 1 and len(good) > STATES:
-            good, exact = good[np.argsort(promise[good], kind="stable")[:STATES]], False
+        if len(space) > 1 and len(good) > most:
+            good, exact = good[np.argsort(promise[good], kind="stable")[:most]], False
         good = good[_undominated(costs[good], errors[good])]
-        if len(good) > STATES:
-            good, exact = good[np.argsort(promise[good], kind="stable")[:STATES]], False
+        if len(good) > most:
+            good, exact = good[np.argsort(promise[good], kind="stable")[:most]], False
         if not len(good):
             return picks, exact
         costs, errors = costs[good], errors[good]
@@ -271,6 +277,8 @@ def _undominated(costs: Array, errors: Array) -> Ints:
         order = np.lexsort((errors, costs[:, 0]))
         best = np.minimum.accumulate(errors[order])
         return order[np.concatenate([[True], best[1:] < best[:-1]])] if len(order) else order
+    if costs.shape[1] > 2:
+        return _undominated_of_many(costs, errors)
     kept, stairs = [], [(-np.inf, np.inf), (np.inf, -np.inf)]  # rising first cost, falling second cost
     for i in np.lexsort((costs[:, 1], costs[:, 0], errors)):
         step = (float(costs[i, 0]), float(costs[i, 1]))
@@ -282,6 +290,17 @@ def _undominated(costs: Array, errors: Array) -> Ints:
             stairs.pop(at)
         insort(stairs, step)
         kept.append(i)
+    return np.array(kept, dtype=np.int64)
+
+
+def _undominated_of_many(costs: Array, errors: Array) -> Ints:
+    """The same for any number of costs: every row against those kept so far, which have no larger error."""
+    order = np.lexsort((*costs.T[::-1], errors))
+    stored, kept = np.empty_like(costs), list[int]()
+    for i in order:
+        if not (stored[: len(kept)] <= costs[i]).all(axis=1).any():
+            stored[len(kept)] = costs[i]
+            kept.append(i)
     return np.array(kept, dtype=np.int64)
 
 

@@ -20,7 +20,7 @@ A convolution with G groups is block diagonal: the first four take the worst gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -110,6 +110,12 @@ class Curve:
             else:
                 low = middle + 1
         return low
+
+    def at(self, ranks: Sequence[int]) -> Curve:
+        """The curve at some ranks only; entry i is that of rank `ranks[i]`."""
+        if self.known:
+            return Curve(self.lower[list(ranks)], self.upper[list(ranks)])
+        return Curve(self.lower[list(ranks)], self.upper[list(ranks)], lambda i: self[ranks[i]])
 
     def values(self) -> Array:
         """The whole curve; evaluates whatever is still unknown."""

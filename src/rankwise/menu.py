@@ -17,6 +17,7 @@ from rankwise.fold import folds_for, kernel_sides
 from rankwise.layer import Layer
 from rankwise.measure import Curve
 from rankwise.table import Table
+from rankwise.times import MARGIN
 from rankwise.tucker import has_taps
 
 
@@ -34,23 +35,38 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """An option of a layer: its costs (ranks, units) and its error by rank, and the largest rank worth having."""
+    """An option of a layer: its costs (ranks, units) and its error by rank, and the largest rank worth having.
+
+    Where only some ranks are wanted everything is indexed by their number, and `ranks` says which they are.
+    """
 
     option: Option
     costs: Ints
     curve: Curve
     most: int
+    ranks: Ints | None = None
 
     def cost(self, rank: int) -> tuple[int, ...]:
         return tuple(self.costs[rank].tolist())
 
     def point(self, rank: int) -> Point:
-        return Point(self.cost(rank), self.curve[rank], self.option, rank)
+        return Point(self.cost(rank), self.curve[rank], self.option, self.real_rank(rank))
+
+    def real_rank(self, rank: int) -> int:
+        return rank if self.ranks is None else int(self.ranks[rank])
 
     def rank_within(self, room: Sequence[float]) -> int:
         """The largest rank whose cost stays within `room`; 0 if there is none."""
         ranks = [int(column.searchsorted(r, side="right")) - 1 for column, r in zip(self.costs.T, room, strict=True)]
         return max(0, min([self.most, *ranks]))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an offer must be beside smaller: `never_slower` than the layer; channels in between a `multiple`."""
+
+    never_slower: bool = False
+    multiple: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +80,7 @@ class Menu:
     @cached_property
     def front(self) -> tuple[Ints, Array, Ints, Ints]:
         """Every point worth having in one unit: costs rising, errors falling, offer (−1: dense), rank."""
-        ranks = [np.arange(1, o.most + 1) for o in self.offers]
+        ranks = [np.arange(1, o.most + 1) if o.ranks is None else o.ranks[1 : o.most + 1] for o in self.offers]
         cost = np.concatenate(
             [*(o.costs[1 : o.most + 1, 0] for o in self.offers), np.array(self.dense.cost, dtype=np.int64)]
         )
@@ -124,30 +140,65 @@ def menus(
     folds: object = "all",
     groups: object = "all",
     decompositions: tuple[str, ...] = ("svd",),
+    rules: Rules | None = None,
 ) -> list[Menu]:
     """A menu for every layer of the table, with the options that `folds`, `groups` and `decompositions` allow."""
-    key = ("menus", units, measure, repr(folds), repr(groups), decompositions)
+    rules = rules or Rules()
+    if table.times is None and ("latency" in units or rules.never_slower):
+        raise RankwiseError(
+            "never_slower and budgets in latency need measured times: use rankwise.compress with an example input, "
+            "or set table.times = rankwise.measure_times(model, example)"
+        )
+    key = ("menus", units, measure, repr(folds), repr(groups), decompositions, rules, id(table.times))
     if key not in table.cache:
         table.cache[key] = [
-            _menu(table, layer, units, measure, _wanted(table, layer, folds, groups, decompositions))
+            _menu(table, layer, units, measure, _wanted(table, layer, folds, groups, decompositions), rules)
             for layer in table.coverage.layers
         ]
     return table.cache[key]  # type: ignore[no-any-return]
 
 
-def _menu(table: Table, layer: Layer, units: tuple[str, ...], measure: str, options: list[Option]) -> Menu:
-    dense = tuple(int(getattr(layer, unit)) for unit in units)
+def _menu(
+    table: Table, layer: Layer, units: tuple[str, ...], measure: str, options: list[Option], rules: Rules
+) -> Menu:
+    timed = "latency" in units or rules.never_slower
+    whole = {"params": layer.params, "macs": layer.macs}
+    whole["latency"] = table.times.dense(layer.name) if table.times else None
+    dense = tuple(int(whole[unit] or 0) for unit in units)
     offers = []
     for option in options:
         params, macs = costs(layer, option)
-        by_rank = np.stack([macs if u == "macs" and macs is not None else params for u in units], axis=1)
+        by_unit: dict[str, Ints | None] = {"params": params, "macs": macs, "latency": None}
+        if table.times and timed:
+            by_unit["latency"] = table.times.by_rank(layer, option)
+        if timed and by_unit["latency"] is None:
+            continue  # nobody knows how long it takes
+        columns = [params if (column := by_unit[u]) is None else column for u in units]
         curve = table.curve(layer, option, measure)
-        # A unit in which the layer costs nothing (it is not called) cannot get smaller and does not count.
-        limits = [int(by_rank[:, u].searchsorted(d)) - 1 for u, d in enumerate(dense) if d]
-        most = min([len(curve) - 1, *limits]) if limits else 0
-        if most >= 1:
-            offers.append(Offer(option, by_rank, curve, most))
+        limits = [_largest(by_unit[u], u, whole[u]) for u in (*units, *(["latency"] if rules.never_slower else []))]
+        most = min([len(curve) - 1, *(m for m in limits if m is not None)]) if any(dense) else 0
+        offer = Offer(option, np.stack(columns, axis=1), curve, most)
+        offer = offer if rules.multiple == 1 else _round(offer, layer, rules.multiple)
+        if offer.most >= 1:
+            offers.append(offer)
     return Menu(layer, tuple(offers), Point(dense, 0.0, None, 0))
+
+
+def _largest(by_rank: Ints | None, unit: str, dense: int | None) -> int | None:
+    """The largest rank that costs less than the layer itself; in time, by more than measurements are off.
+
+    A unit in which the layer costs nothing (it is not called) cannot get smaller and does not count: None.
+    """
+    if not dense or by_rank is None:
+        return None
+    return int(by_rank.searchsorted(dense * MARGIN if unit == "latency" else dense)) - 1
+
+
+def _round(offer: Offer, layer: Layer, multiple: int) -> Offer:
+    """Only those ranks that make the number of channels between the factors a multiple."""
+    slices = layer.groups * offer.option.groups
+    ranks = [0, *(r for r in range(1, offer.most + 1) if slices * r % multiple == 0)]
+    return Offer(offer.option, offer.costs[ranks], offer.curve.at(ranks), len(ranks) - 1, np.array(ranks))
 
 
 def _wanted(table: Table, layer: Layer, folds: object, groups: object, decompositions: tuple[str, ...]) -> list[Option]:

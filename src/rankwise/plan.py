@@ -95,7 +95,8 @@ class Plan:
     """What becomes of every layer: a `Choice`, `Pruned`, or `Skipped` with the reason.
 
     `settings` says how the plan was found (measure, search, seed), `search` what the search knows about
-    its own result (objective value, optimality gap, trace). Neither is needed to replay the plan.
+    its own result (objective value, optimality gap, trace). Neither is needed to replay the plan. `fused` names batch
+    norms that were folded into layers afterwards, each with its layer.
     """
 
     model: str
@@ -106,6 +107,7 @@ class Plan:
     layers: tuple[Choice | Pruned | Skipped, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
+    fused: dict[str, str] = field(default_factory=dict)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -120,7 +122,14 @@ class Plan:
         return tuple(entry for entry in self.layers if isinstance(entry, Skipped))
 
     def keep(self, unit: str = "params") -> float:
-        """What remains ÷ what was there: 1 − CR-P for params, 1 − CR-F for macs."""
+        """What remains ÷ what was there: 1 − CR-P for params, 1 − CR-F for macs; for latency as it was predicted."""
+        if unit == "latency":
+            found = self.search.get("latency")
+            if not isinstance(found, dict) or not isinstance(found.get("keep"), int | float):
+                raise RankwiseError(
+                    "the plan does not know its latency: plan with a budget in latency, or never_slower"
+                )
+            return float(found["keep"])
         before, after = getattr(self.before, unit), getattr(self.after, unit)
         if before is None:
             raise RankwiseError(f"the plan does not know its {unit}: plan with an example input")
@@ -132,6 +141,8 @@ class Plan:
             for key in ("outer", "clusters"):  # only where there are any: most plans have none
                 if not entry.get(key, True):
                     del entry[key]
+        if not self.fused:
+            del body["fused"]
         return {"format": FORMAT, **body, "budget": self.budget.to_json()}
 
     def dumps(self) -> str:
@@ -173,6 +184,10 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
         layers=tuple(layers),
         settings=jsonio.typed(data.get("settings", {}), dict, f"'settings' of {where}"),
         search=jsonio.typed(data.get("search", {}), dict, f"'search' of {where}"),
+        fused={
+            norm: jsonio.typed(layer, str, f"{norm!r} in 'fused' of {where}")
+            for norm, layer in jsonio.typed(data.get("fused", {}), dict, f"'fused' of {where}").items()
+        },
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from rankwise.allocate import Solution, alternate, constant, minimax
+from rankwise.allocate import Solution, alternate, combine, constant, minimax
 from rankwise.budget import Budget
 from rankwise.clusters import check_clustering
 from rankwise.cost import DECOMPOSITIONS, Cost, cost_at
@@ -16,9 +16,10 @@ from rankwise.errors import BudgetError, RankwiseError
 from rankwise.knapsack import least_sum, penalty, product
 from rankwise.layer import Layer, Skipped
 from rankwise.measure import check_measure
-from rankwise.menu import Menu, Point, menus
+from rankwise.menu import Menu, Point, Rules, menus
 from rankwise.plan import Choice, Plan
 from rankwise.table import Table
+from rankwise.times import NANO
 from rankwise.unbudgeted import signal_points
 
 SEARCHES = ("alternate", "minimax", "sum", "penalty", "product", "constant")
@@ -36,6 +37,8 @@ class Settings:
     starts: int = 15
     decompositions: tuple[str, ...] = ("svd",)
     clustering: str = ""  # for messi: the table's, and "projective" where none is built yet
+    never_slower: bool = False  # a layer stays as it is unless its pair was measured to be faster
+    rank_multiple: int = 1  # for hardware that likes round numbers of channels
 
     def __post_init__(self) -> None:
         check_measure(self.error)
@@ -43,7 +46,9 @@ class Settings:
             check_clustering(self.clustering)
         if self.search not in SEARCHES:
             raise RankwiseError(f"unknown search {self.search!r}: the searches are {', '.join(SEARCHES)}")
-        for name, least in (("seed", 0), ("starts", 1)):
+        if not isinstance(self.never_slower, bool):
+            raise RankwiseError(f"never_slower={self.never_slower!r} was given, and it is True or False")
+        for name, least in (("seed", 0), ("starts", 1), ("rank_multiple", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise RankwiseError(f"{name}={value!r} was given, and {name} is a whole number from {least} on")
@@ -78,16 +83,68 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
         )
     settings = replace(settings, clustering=table.clustering)
     coverage = table.coverage
-    limits = budget.limits(coverage)
-    whole = {"params": coverage.params, "macs": coverage.macs or 0}
-    offered = menus(table, budget.units, settings.error, settings.folds, settings.groups, settings.decompositions)
+    whole = {"params": coverage.params, "macs": coverage.macs or 0, "latency": table.times.total if table.times else 0}
+    limits = budget.limits(coverage, table.times.total if table.times else None)
+    offered = _offers(table, budget, settings, settings.never_slower)
     fixed = [whole[u] - sum(m.dense.cost[i] for m in offered) for i, u in enumerate(budget.units)]
+    if table.times is not None and "latency" in budget.units:
+        fixed[budget.units.index("latency")] = table.times.fixed
     room = [limits[u] - f for u, f in zip(budget.units, fixed, strict=True)]
     solution = run_search(offered, room, settings)
+    if solution is None and settings.never_slower:
+        offered = _freed(offered, _offers(table, budget, settings, False), room)
+        solution = run_search(offered, room, settings)
     if solution is None:
         raise _cannot_be_met(offered, budget, limits, fixed, whole)
     able = {m.layer.name for m in offered if m.offers}
-    return _make_plan(table, solution.points, budget, settings, method, model, _findings(solution), able)
+    findings = {**_findings(solution), **_times(table, solution.points)}
+    return _make_plan(table, solution.points, budget, settings, method, model, findings, able)
+
+
+def _offers(table: Table, budget: Budget, settings: Settings, never_slower: bool) -> list[Menu]:
+    rules = Rules(never_slower, settings.rank_multiple)
+    return menus(table, budget.units, settings.error, settings.folds, settings.groups, settings.decompositions, rules)
+
+
+def _freed(faster: list[Menu], every: list[Menu], room: Sequence[int]) -> list[Menu]:
+    """The menus of faster pairs, with every pair where the budget needs it: in as few layers as will do.
+
+    The layers that can give most in return come first, so with one budget no fewer would do.
+    """
+
+    def least(menu: Menu) -> list[int]:
+        return [min([c, *(o.cost(1)[u] for o in menu.offers)]) for u, c in enumerate(menu.dense.cost)]
+
+    gains = [
+        sum((a - b) / max(1, r) for a, b, r in zip(least(one), least(other), room, strict=True))
+        for one, other in zip(faster, every, strict=True)
+    ]
+    offered = list(faster)
+    for i in sorted((i for i, gain in enumerate(gains) if gain > 0), key=lambda i: -gains[i]):
+        offered[i] = every[i]
+        if combine([m.at(math.inf) for m in offered], room) is not None:
+            break
+    return offered
+
+
+def _times(table: Table, points: list[Point]) -> dict[str, Any]:
+    """What the plan should take by the measured times: the network, each layer before and after, and slower ones."""
+    times = table.times
+    if times is None:
+        return {}
+    layers = {
+        la.name: [times.seconds(la, None, 0), times.seconds(la, p.option, p.rank)]
+        for la, p in zip(table.coverage.layers, points, strict=True)
+        if p.option is not None
+    }
+    before = times.total / NANO
+    whole = (times.fixed + sum(times.dense(la.name) for la in table.coverage.layers)) / NANO
+    after = whole + sum(pair - dense for dense, pair in layers.values())
+    if math.isnan(after):
+        return {}  # options that nobody measured, and nobody asked for time
+    slower = [name for name, (dense, pair) in layers.items() if pair > dense]
+    found = {"before": before, "after": after, "keep": after / before if before else 1.0, "layers": layers}
+    return {"latency": {**found, "slower": slower, "timing": dict(times.timing)}}
 
 
 def _make_plan(
@@ -161,7 +218,8 @@ def _after(table: Table, points: list[Point]) -> Cost:
 def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str] | None) -> Choice | Skipped:
     if point.option is None:
         chosen = able is not None and layer.name in able
-        reason = "the budget leaves it whole" if chosen else "no pair of factors is smaller than the layer"
+        better = "smaller" if table.times is None else "smaller and faster"
+        reason = "the budget leaves it whole" if chosen else f"no pair of factors is {better} than the layer"
         return Skipped(layer.name, layer.kind, layer.params, reason)
     error = {
         m: table.curve(layer, point.option, m)[point.rank] for m in (*table.measures(layer, point.option), measure)
@@ -191,9 +249,11 @@ def _cannot_be_met(
         least = fixed[i] + sum(min([m.dense.cost[i], *(o.cost(1)[i] for o in m.offers)]) for m in offered)
         # Rounded up: whoever asks for the share that is stated gets it.
         share = math.ceil(10_000 * Fraction(least, whole[unit])) / 10_000 if whole[unit] else 1.0
-        parts.append(
-            f"at most {limits[unit]:,} {unit} are asked for and the least possible is {least:,} (keep {share:.4f})"
-        )
+        asked, possible = f"{limits[unit]:,} {unit} are", f"{least:,}"
+        if unit == "latency":
+            share = budget.keep_for(least, whole[unit])
+            asked, possible = f"{limits[unit] / 1e6:.3f} ms are", f"{least / 1e6:.3f} ms"
+        parts.append(f"at most {asked} asked for and the least possible is {possible} (keep {share:.4f})")
     together = "" if len(parts) == 1 else ", each on its own"
     return BudgetError(
         f"the budget cannot be met: {'; '.join(parts)}{together}; raise the budget, or allow more options "

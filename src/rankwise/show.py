@@ -123,6 +123,10 @@ def remarks(plan: Plan) -> list[str]:
         "calibration": "fitted on calibration inputs, without labels",
     }
     said = [looked.get(str(plan.search.get("inputs")), ""), str(plan.search.get("warning", ""))]
+    latency = plan.search.get("latency")
+    if isinstance(latency, dict) and isinstance(latency.get("slower"), list) and latency["slower"]:
+        names = ", ".join(map(str, latency["slower"]))
+        said.append(f"the budget needs pairs that are slower than the layers they stand for: {names}")
     return [text for text in said if text]
 
 
@@ -191,6 +195,13 @@ def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
         if before:
             cut = f"{removed} {100 * (1 - after / before):.1f} %"
             grid.add_row(unit, count(before), count(after), f"{after / before:.4f}", cut)
+    latency = plan.search.get("latency")
+    if isinstance(latency, dict) and {"before", "after"} <= set(latency):
+        before, after = latency["before"], latency["after"]
+        cut = f"{100 * (1 - after / before):.1f} %" if before else ""
+        grid.add_row(
+            "time (predicted)", f"{1e3 * before:.2f} ms", f"{1e3 * after:.2f} ms", f"{after / before:.4f}", cut
+        )
     if scores:
         before, after = scores["before"]["top1"], scores["after"]["top1"]
         grid.add_row("top-1", f"{before:.2f} %", f"{after:.2f} %", "", f"{after - before:+.2f}")

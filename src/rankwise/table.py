@@ -21,6 +21,7 @@ from rankwise.fold import fold_for
 from rankwise.layer import Coverage, Layer
 from rankwise.measure import FROM_SPECTRA, RECORDED, Curve, check_measure
 from rankwise.moments import Moments
+from rankwise.times import Times
 
 Weights = Mapping[str, Tensor]
 Progress = Callable[[str, int, int], None]  # layer's name, layers done, layers in all
@@ -62,6 +63,7 @@ class Table:
         self.decompositions = tuple(sorted({"svd", *(o.decomposition for _, o in (*self.spectra, *self.given))}))
         self.clustering = ""  # how the clusters of messi were found, if there are any
         self.moments: dict[str, Moments] = {}  # what the data said, by layer, for building what it was asked for
+        self.times: Times | None = None  # measured, for budgets in latency; not part of a file
         self.cache: dict[Any, Any] = {}  # curves here, menus in allocate.py: all follow from the above
         self._factors: OrderedDict[tuple[str, Option], tuple[Tensor, Tensor]] = OrderedDict()
 

@@ -1,0 +1,204 @@
+"""Time as a budget: what was asked for, predicted and measured, as Markdown tables.
+
+    python benchmarks/latency.py [--only NETWORK] [--data FOLDER] [--weights FILE] [--threads 2] [--batch 32]
+
+For ResNet20, resnet18, vgg16_bn and mobilenet_v2: how long measuring takes, plans for budgets in latency and for
+never_slower at keeps from 0.9 to 0.2, each timed in turns with the dense network (medians; both in the same layout).
+Weights of the torchvision networks are seeded and random: shapes are what is timed, and `auto` plans by weight energy
+there.
+
+FOLDER holds {train,test}.parquet of CIFAR-10. With it ResNet20 is planned and fitted by `auto` on 1,024 training images
+without labels, and compared on the test images with every plan of alds, svd, svd-energy and pca that is as fast.
+Nothing is chosen by looking at the test set, except in favour of the others: of each the best plan counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHARED, machine, say
+from torch import nn
+
+import rankwise as rw
+from rankwise import data, networks
+from rankwise.effects import effect_table
+from rankwise.evaluate import evaluate
+from rankwise.fuse import find_norms, fuse_norms
+from rankwise.latency import time_networks
+from rankwise.methods import AUTO
+from rankwise.probe import batches
+from rankwise.refit import apply_fitted
+from rankwise.search import find_plan
+from rankwise.stopwatch import SLICES
+from rankwise.surgery import copy_model, replace_layers_
+
+KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+LATENCIES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+OTHERS = ("alds", "svd", "svd-energy", "pca")
+IMAGES = 1024
+
+
+@dataclass(frozen=True)
+class Network:
+    spec: str
+    side: int
+    budget: dict[str, float]  # of the acceptance row
+    limit: float
+
+
+NETWORKS = {
+    "resnet20": Network("resnet20", 32, {"latency": 0.7}, 0.70),
+    "resnet18": Network("torchvision:resnet18", 224, {"latency": 0.6}, 0.62),
+    "vgg16_bn": Network("torchvision:vgg16_bn", 224, {"latency": 0.4}, 0.42),
+    "mobilenet_v2": Network("torchvision:mobilenet_v2", 224, {"params": 0.8}, 1.00),
+}
+
+
+class Bench:
+    """One network with its times and a table to plan from."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name, self.about = name, NETWORKS[name]
+        self.timing = rw.Timing(args.batch, args.threads, args.layout, repeats=args.repeats)
+        torch.manual_seed(0)
+        self.model = networks.build(self.about.spec).eval()
+        if name == "resnet20" and args.weights.is_file():
+            networks.load_weights_(self.model, args.weights)
+        self.example = torch.randn(1, 3, self.about.side, self.about.side)
+        self.coverage = rw.find_layers(self.model, self.example)
+        start = time.perf_counter()
+        self.times = rw.measure_times(self.model, self.example, self.timing, self.coverage, cache=args.cache, fuse=True)
+        self.measuring = time.perf_counter() - start
+        self.settings, self.inputs, self.influence = replace(AUTO, groups=SLICES), None, {}
+        if name == "resnet20" and args.data:
+            self.settings = replace(self.settings, error="effect", decompositions=("whitened", "svd"))
+            self.inputs = list(batches(data.load(f"parquet:{args.data}", "fit").thin(IMAGES)))
+            self.table, self.influence = effect_table(self.model, self.coverage, self.settings, self.inputs)
+        else:
+            self.table = rw.build_table(self.model, self.example, groups=SLICES)
+
+    def plan(self, fuse: bool, never_slower: bool = False, **budget: float) -> rw.Plan | None:
+        self.table.times = self.times if fuse else replace(self.times, fused=None)
+        settings = replace(self.settings, never_slower=never_slower)
+        try:
+            return find_plan(self.table, rw.Budget(**budget), settings, "auto", self.name)
+        except rw.RankwiseError as err:
+            say(f"{self.name}, {budget}: {err}\n")
+            return None
+
+    def shaped(self, plan: rw.Plan, fuse: bool) -> nn.Module:
+        """A network of the plan's shapes; its weights mean nothing."""
+        small = copy_model(self.model)
+        replace_layers_(small, plan, fill=False)
+        for module in small.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_uniform_(module.weight)
+        return self.finished(small, fuse)
+
+    def finished(self, small: nn.Module, fuse: bool) -> nn.Module:
+        return fuse_norms(small, find_norms(small, self.example)) if fuse else small
+
+    def measure(self, small: nn.Module) -> tuple[float, float, float]:
+        """Median time of the network ÷ that of the dense one, and both spreads."""
+        dense, ours = time_networks([self.model, small], self.example, self.timing)
+        return ours.median / dense.median, dense.spread, ours.spread
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", choices=list(NETWORKS), action="append")
+    parser.add_argument("--data", help="folder with {train,test}.parquet of CIFAR-10")
+    parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "resnet20-cifar10.safetensors")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--layout", default="channels-last")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--cache", help="folder for measured times; default: a fresh one, so that measuring is measured"
+    )
+    args = parser.parse_args()
+    if args.cache is None:
+        import tempfile
+
+        args.cache = tempfile.mkdtemp()
+    torch.set_num_threads(args.threads)
+    say(f"batch {args.batch}, {args.layout}, medians of {args.repeats} in turns, dense = 1.00; {machine()}\n")
+    accepted: list[str] = []
+    for name in args.only or NETWORKS:
+        bench = Bench(name, args)
+        fused = bench.measure(bench.finished(copy_model(bench.model), True))[0]
+        say(f"## {name}\n")
+        say(f"Measuring took {bench.measuring:.0f} s. The dense network with its batch norms folded: {fused:.2f}.\n")
+        accepted += _tables(bench)
+        if name == "resnet20" and args.data:
+            _accuracy(bench, args)
+    say("## Acceptance\n\n| network | budget | predicted | measured | at most | spread dense, compressed |")
+    say("| --- | --- | ---: | ---: | ---: | --- |")
+    say("\n".join(accepted))
+
+
+def _tables(bench: Bench) -> list[str]:
+    """Plans by latency (norms folded) and by params, never slower (norms kept); gives the acceptance row."""
+    say("| budget | params | macs | pairs | slower pairs | predicted | measured | off |")
+    say("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    asked: list[tuple[bool, dict[str, Any]]] = [(True, {"latency": v}) for v in LATENCIES]
+    asked += [(False, {"params": k, "never_slower": True}) for k in KEEPS]
+    row: list[str] = []
+    for fuse, budget in asked:
+        plan = bench.plan(fuse, **budget)
+        if plan is None:
+            continue
+        measured, dense, ours = bench.measure(bench.shaped(plan, fuse))
+        text = f"{plan.budget}{', never slower' if not fuse else ', folded'}"
+        say(
+            f"| {text} | {plan.keep():.3f} | {plan.keep('macs'):.3f} | {len(plan.choices)} "
+            f"| {len(plan.search['latency']['slower'])} | {plan.keep('latency'):.3f} | {measured:.3f} "
+            f"| {100 * (plan.keep('latency') / measured - 1):+.0f} % |"
+        )
+        if {u: v for u, v in budget.items() if u != "never_slower"} == bench.about.budget:
+            row.append(
+                f"| {bench.name} | {text} | {plan.keep('latency'):.3f} | {measured:.3f} | {bench.about.limit:.2f} "
+                f"| ±{50 * dense:.0f} %, ±{50 * ours:.0f} % |"
+            )
+    say("")
+    return row
+
+
+def _accuracy(bench: Bench, args: argparse.Namespace) -> None:
+    """auto at the acceptance budget against every plan of the other methods that is as fast, norms folded in all."""
+    test = data.load(f"parquet:{args.data}", "test")
+    base = evaluate(bench.model, test).top1
+    say(f"n = {len(test):,} test images, before: {base:.2f} %; all with batch norms folded\n")
+    say("| method | asked | params | macs | measured | change in top-1 |\n| --- | --- | ---: | ---: | ---: | ---: |")
+    plan = bench.plan(True, **bench.about.budget)
+    assert plan is not None
+    small = bench.finished(apply_fitted(bench.model, plan, bench.inputs or [], bench.influence), True)
+    measured = bench.measure(small)[0]
+    limit = max(measured, bench.about.limit)
+    _row("auto", plan, measured, evaluate(small, test).top1 - base)
+    for method in OTHERS:
+        given = {"data": bench.inputs} if method == "pca" else {}
+        for keep in (0.95, *KEEPS, 0.1):
+            try:
+                small, plan = rw.compress(bench.model, bench.example, method=method, keep=keep, **given)
+            except rw.RankwiseError:
+                continue
+            small = bench.finished(small, True)
+            measured = bench.measure(small)[0]
+            change = evaluate(small, test).top1 - base if measured <= limit else None
+            _row(method, plan, measured, change)
+    say("")
+
+
+def _row(method: str, plan: rw.Plan, measured: float, change: float | None) -> None:
+    shown = "slower" if change is None else f"{change:+.2f}"
+    say(f"| {method} | {plan.budget} | {plan.keep():.3f} | {plan.keep('macs'):.3f} | {measured:.3f} | {shown} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""Time as a budget: the model of times, the searches that spend it, and what is kept of measurements. No clocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import rankwise as rw
+from rankwise import stopwatch, times_file
+from rankwise.__main__ import main
+from rankwise.cost import Option, costs
+from rankwise.latency import Measured, Timing, race, read_timing, split_seconds, time_networks
+from rankwise.merge import merge_named, merge_slow, without
+from rankwise.stopwatch import measure_times
+from rankwise.times import MARGIN, NANO, Times, rising
+from sentences import check_sentence
+
+EXAMPLE = torch.randn(2, 4, 9, 9)
+QUICK = Timing(repeats=1, warmup=0)
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(4, 12, 3, padding=1),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.Conv2d(12, 12, 3, stride=2, bias=False),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(12, 8),
+    ).eval()
+
+
+def invented(table: rw.Table, seed: int, slow: float = 1.0) -> Times:
+    """Times that nobody measured: random, rising with the rank, some options missing; `slow` scales all pairs."""
+    rng = np.random.default_rng(seed)
+    layers = {la.name: float(rng.uniform(1, 9)) / NANO * 1000 for la in table.coverage.layers}
+    pairs: dict[tuple[str, str, int], Any] = {}
+    for layer in table.coverage.layers:
+        for option in table.options(layer):
+            most = len(costs(layer, option)[0]) - 1
+            ranks = sorted({1, most, *rng.integers(1, most + 1, 2).tolist()})
+            if rng.random() < 0.8:
+                seconds = np.sort(rng.uniform(0.1, 1.5, len(ranks))) * layers[layer.name] * slow
+                pairs[layer.name, option.fold, option.groups] = (tuple(ranks), tuple(seconds.tolist()))
+    return Times(float(rng.uniform(1, 9)) / NANO * 1000, layers, pairs)
+
+
+def table_with_times(seed: int, slow: float = 1.0) -> rw.Table:
+    table = rw.build_table(network(seed), EXAMPLE, groups=[1, 2])
+    table.times = invented(table, seed, slow)
+    return table
+
+
+def seconds_of(table: rw.Table, plan: rw.Plan) -> float:
+    """What a plan takes, summed up here from the layers and not by the search."""
+    assert table.times is not None
+    whole = table.times.beside
+    chosen = {c.name: c for c in plan.choices}
+    for layer in table.coverage.layers:
+        c = chosen.get(layer.name)
+        if c is None:
+            whole += table.times.layers[layer.name]
+        else:
+            ranks, seconds = table.times.pairs[layer.name, c.fold, c.groups]
+            rank = c.rank if c.rank <= 8 else 8 * -(-c.rank // 8)
+            rank = min(rank, ranks[-1]) if c.rank <= ranks[-1] else rank
+            whole += float(np.interp(rank, ranks, rising(np.array(seconds)))) * max(1.0, rank / ranks[-1])
+    return whole
+
+
+# ---- times -----------------------------------------------------------------------------------------------
+
+
+@given(values=st.lists(st.integers(1, 50), min_size=1, max_size=8))
+def test_rising_is_the_nearest_rising_sequence(values: list[int]) -> None:
+    given_, found = np.array(values, dtype=float), rising(np.array(values, dtype=float))
+    assert len(found) == len(values)
+    assert (np.diff(found) >= 0).all()
+    assert found.sum() == pytest.approx(given_.sum())
+    if (np.diff(given_) >= 0).all():
+        assert (found == given_).all()
+    # no other rising sequence of averages of runs is nearer
+    for constant in (given_.mean(), given_.min(), given_.max()):
+        assert ((found - given_) ** 2).sum() <= ((constant - given_) ** 2).sum() + 1e-9
+
+
+def test_times_between_and_beyond_the_measured_ranks() -> None:
+    layer = rw.Layer("a", "Linear", 16, 16)
+    times = Times(0.0, {"a": 10e-9}, {("a", "f│c", 1): ((2, 4), (2e-9, 6e-9))})
+    by_rank = times.by_rank(layer, Option("f│c", 1))
+    assert by_rank is not None
+    assert by_rank[[1, 2, 3, 4, 8, 9, 16]].tolist() == [2, 2, 4, 6, 12, 24, 24]
+    assert (times.by_rank(layer, Option("f│c", 1, "whitened")) == by_rank).all()
+    assert times.by_rank(layer, Option("f│c", 2)) is None
+    assert times.by_rank(layer, Option("f│c", 1, "tucker2", outer=1)) is None
+    assert (times.total, times.fixed, times.dense("b")) == (10, 0, 0)
+
+
+# ---- searches --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 200),
+    keep=st.floats(0.3, 1.0),
+    others=st.sampled_from([{}, {"params": 0.8}, {"macs": 0.8}, {"params": 0.9, "macs": 0.7}]),
+    search=st.sampled_from(["sum", "minimax", "constant", "alternate", "penalty", "product"]),
+)
+def test_a_budget_in_latency_holds(seed: int, keep: float, others: dict[str, float], search: str) -> None:
+    table = table_with_times(seed)
+    assert table.times is not None
+    try:
+        plan = rw.allocate(table, rw.Budget(latency=keep, **others), search=search)
+    except rw.RankwiseError as err:
+        assert "cannot be met" in str(err)  # noqa: PT017
+        return
+    assert seconds_of(table, plan) <= keep * table.times.total / NANO + 1e-12
+    assert plan.keep("latency") <= keep + 1e-9
+    assert plan.search["latency"]["after"] == pytest.approx(seconds_of(table, plan), abs=2e-8)
+    for unit, share in others.items():
+        assert plan.keep(unit) <= share
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 500), share=st.floats(0, 1), units=st.sampled_from([("latency",), ("latency", "params")]))
+def test_the_least_sum_of_errors_is_that_of_all_plans_that_fit(seed: int, share: float, units: tuple[str, ...]) -> None:
+    table = table_with_times(seed)
+    times = table.times
+    assert times is not None
+    limit = 0.4 + 0.6 * share
+    every: list[list[tuple[int, int, float]]] = []
+    for layer in table.coverage.layers:
+        points = [(times.dense(layer.name), layer.params, 0.0)]
+        for option in table.options(layer):
+            by_rank = times.by_rank(layer, option)
+            errors = table.curve(layer, option, "energy").values()
+            params = costs(layer, option)[0]
+            for rank in range(1, len(errors)) if by_rank is not None else ():
+                fast = by_rank[rank] < MARGIN * times.dense(layer.name)
+                if fast and ("params" not in units or params[rank] < layer.params):
+                    points.append((int(by_rank[rank]), int(params[rank]), float(errors[rank])))
+        every.append(points)
+    sums = np.zeros((1, 3))
+    for points in every:
+        sums = (sums[:, None] + np.array(points)[None]).reshape(-1, 3)
+    budget = rw.Budget(**dict.fromkeys(units, limit))
+    most = budget.limits(table.coverage, times.total)
+    beside = table.coverage.params - sum(la.params for la in table.coverage.layers)
+    fits = sums[:, 0] + times.fixed <= most["latency"]
+    if "params" in units:
+        fits &= sums[:, 1] + beside <= most["params"]
+    best = sums[fits, 2].min() if fits.any() else None
+    try:
+        found = rw.allocate(table, budget).search["objective"]
+    except rw.RankwiseError:
+        found = None
+    assert (found is None) == (best is None)
+    assert found is None or found == pytest.approx(best, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 200), keep=st.floats(0.3, 0.95), slow=st.sampled_from([0.3, 1.0, 3.0]))
+def test_never_slower_unless_the_budget_needs_it(seed: int, keep: float, slow: float) -> None:
+    table = table_with_times(seed, slow)
+    try:
+        plan = rw.allocate(table, rw.Budget(params=keep), never_slower=True)
+    except rw.RankwiseError as err:
+        assert "cannot be met" in str(err)  # noqa: PT017
+        return
+    found = plan.search["latency"]
+    slower = {name for name, (dense, pair) in found["layers"].items() if pair > dense}
+    assert set(found["slower"]) == slower
+    if not slower:
+        assert seconds_of(table, plan) <= table.times.total / NANO  # type: ignore[union-attr]
+    # With the slower layers left whole there would be no plan at all: none of them is there without need.
+    if slower:
+        rules = rw.Budget(params=keep)
+        from rankwise.menu import Rules, menus
+
+        faster = menus(table, ("params",), "energy", rules=Rules(never_slower=True))
+        least = sum(min([m.dense.cost[0], *(o.cost(1)[0] for o in m.offers)]) for m in faster)
+        beside = table.coverage.params - sum(la.params for la in table.coverage.layers)
+        assert least + beside > rules.limits(table.coverage)["params"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 500))
+def test_the_least_that_is_stated_can_be_asked_for(seed: int) -> None:
+    table = table_with_times(seed)
+    said = check_sentence(lambda: rw.allocate(table, rw.Budget(latency=1e-6)))
+    keep = float(said.split("(keep ")[1].split(")")[0])
+    assert rw.allocate(table, rw.Budget(latency=keep)).keep("latency") <= keep
+    check_sentence(lambda: rw.allocate(table, rw.Budget(latency=keep - 4e-4)))
+
+
+def test_folded_norms_leave_more_time_to_the_layers() -> None:
+    table = table_with_times(3)
+    assert table.times is not None
+    times = table.times
+    whole = rw.allocate(table, rw.Budget(latency=0.7))
+    table.times = Times(times.beside, times.layers, times.pairs, fused=0.0)
+    fused = rw.allocate(table, rw.Budget(latency=0.7))
+    assert fused.search["objective"] <= whole.search["objective"]
+    assert fused.keep("latency") <= 0.7
+    assert table.times.total == times.total
+
+
+@pytest.mark.parametrize("search", ["sum", "minimax", "constant", "alternate"])
+@pytest.mark.parametrize("error", ["energy", "exact"])
+def test_ranks_are_multiples(search: str, error: str) -> None:
+    table = rw.build_table(network(), EXAMPLE)
+    plan = rw.allocate(table, rw.Budget(params=0.8), search=search, error=error, rank_multiple=4)
+    assert plan.choices
+    for choice in plan.choices:
+        assert choice.groups * choice.rank % 4 == 0
+        assert choice.error[error] == pytest.approx(
+            table.curve(_layer(table, choice.name), choice.option, error)[choice.rank]
+        )
+    assert plan.keep() <= 0.8
+
+
+def _layer(table: rw.Table, name: str) -> rw.Layer:
+    return next(la for la in table.coverage.layers if la.name == name)
+
+
+# ---- measuring -------------------------------------------------------------------------------------------
+
+
+def test_measured_times_cover_the_network_and_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    first = measure_times(model, EXAMPLE, QUICK, cache=tmp_path, seconds=1.0, fuse=True)
+    assert set(first.layers) == {"0", "3", "6"}
+    assert {key[0] for key in first.pairs} == {"0", "3", "6"}
+    assert all(s > 0 for _, seconds in first.pairs.values() for s in seconds)
+    assert first.fused is not None
+    assert first.fused <= first.beside
+    assert first.timing["threads"] == torch.get_num_threads()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    monkeypatch.setattr(stopwatch, "layer_times", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(stopwatch, "split_seconds", lambda *_: pytest.fail("measured again"))
+    again = measure_times(model, EXAMPLE, QUICK, cache=tmp_path, fuse=True)
+    assert vars(again) == vars(first)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"format": 9, "cells": {}}', '{"format": 1, "cells": {"x": 3}}'])
+def test_a_damaged_cache_is_measured_again(damage: str, tmp_path: Path) -> None:
+    measure_times(network(), EXAMPLE, QUICK, cache=tmp_path, seconds=0.5)
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage)
+    assert measure_times(network(), EXAMPLE, QUICK, cache=tmp_path, seconds=0.5).layers
+    assert json.loads(file.read_text())["format"] == times_file.FORMAT
+
+
+def test_equal_layers_are_timed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    timed: list[str] = []
+
+    def fake(layer: rw.Layer, *_: Any) -> dict[str, Any]:
+        timed.append(layer.name)
+        return {"dense": 2.0, "pairs": {"f│chw/1": [[1, 1.0], [4, 3.0]]}}
+
+    monkeypatch.setattr(stopwatch, "layer_times", fake)
+    conv = nn.Conv2d(8, 8, 3, padding=1)
+    model = nn.Sequential(conv, nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, stride=2))
+    times = measure_times(model, torch.randn(1, 8, 6, 6), QUICK, cache=tmp_path)
+    assert len(timed) == 2
+    for name in ("0", "2", "3"):  # half as long beside the network is half as long in it
+        assert times.pairs[name, "f│chw", 1][1][0] == pytest.approx(times.layers[name] / 2)
+
+
+def test_a_layer_that_is_called_twice_counts_twice(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.idle = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(x)[:2])
+
+    times = measure_times(Twice(), torch.randn(4, 16), QUICK, cache=tmp_path)
+    assert set(times.layers) == {"layer"}
+    assert times.dense("idle") == 0
+    small, plan = rw.compress(Twice(), torch.randn(4, 16), keep=0.9, never_slower=True, timing=QUICK)
+    assert "latency" in plan.search
+    assert isinstance(small.idle, nn.Sequential) or isinstance(small.layer, nn.Sequential)
+
+
+def test_turns_and_what_counts() -> None:
+    order: list[str] = []
+    found = race([lambda: order.append("a"), lambda: order.append("b")], Timing(repeats=3, warmup=2))
+    assert order == ["a", "b"] * 5
+    assert [len(m.seconds) for m in found] == [3, 3]
+    assert Measured((3.0, 1.0, 2.0, 4.0)).median == 2.5
+    assert Measured((3.0, 1.0, 2.0)).best == 1.0
+    model = network()
+    ((beside, layers),) = split_seconds([(model, lambda: model(EXAMPLE))], ["0", "6"], QUICK)
+    assert set(layers) == {"0", "6"}
+    assert min(beside, *layers.values()) > 0
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+def test_timing_leaves_a_network_as_it_was(layout: str) -> None:
+    model = network().train()
+    strides = [p.stride() for p in model.parameters()]
+    threads = torch.get_num_threads()
+    time_networks([model], EXAMPLE, Timing(batch=3, threads=1, layout=layout, repeats=1))
+    assert [p.stride() for p in model.parameters()] == strides
+    assert all(m.training for m in model.modules())
+    assert model[1].num_batches_tracked == 0
+    assert torch.get_num_threads() == threads
+
+
+# ---- merging ---------------------------------------------------------------------------------------------
+
+
+def test_merged_pairs_are_the_same_function_and_can_be_saved(tmp_path: Path) -> None:
+    model = network().double()
+    small, plan = rw.compress(model, EXAMPLE, keep=0.6, error="energy")
+    name = plan.choices[0].name
+    merged, left = merge_named(small, [name]), without(plan, [name])
+    assert not isinstance(merged.get_submodule(name), nn.Sequential)
+    assert torch.allclose(merged(EXAMPLE.double()), small(EXAMPLE.double()))
+    assert left.after.params == sum(p.numel() for p in merged.parameters())
+    assert left.after.macs == rw.find_layers(merged, EXAMPLE).macs
+    rw.save(merged, left, tmp_path)
+    assert torch.equal(rw.load(tmp_path, model)(EXAMPLE.double()), merged(EXAMPLE.double()))
+
+
+def test_only_slower_pairs_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, plan = rw.compress(network(), EXAMPLE, keep=0.6, error="energy")
+    from rankwise import merge
+
+    monkeypatch.setattr(merge, "race", lambda *_: [Measured((1.0,)), Measured((2.0,))])
+    assert sorted(merge_slow(small, EXAMPLE)[1]) == sorted(c.name for c in plan.choices)
+    monkeypatch.setattr(merge, "race", lambda *_: [Measured((1.0,)), Measured((1.02,))])
+    assert merge_slow(small, EXAMPLE)[1] == []
+
+
+# ---- the whole job, and refusals -------------------------------------------------------------------------
+
+
+def test_compress_for_a_latency() -> None:
+    model = network()
+    small, plan = rw.compress(model, EXAMPLE, latency=0.99, timing=QUICK, error="energy", fuse=True)
+    assert plan.keep("latency") <= 0.99
+    assert plan.budget.to_json() == {"latency": 0.99}
+    assert plan.fused == {"1": "0"}
+    assert rw.Plan.loads(plan.dumps()) == plan
+    assert plan.after.params == sum(p.numel() for p in small.parameters())
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    common = ["compress", "digits-cnn", "--error", "energy", "--out", str(tmp_path / "o"), "--json"]
+    for flags, measured in (([], True), (["--no-never-slower"], False), (["--method", "svd-energy"], False)):
+        assert main([*common, "--keep", "0.6", *flags, "--timing", "batch=2,repeats=1"]) == 0
+        plan = json.loads(capsys.readouterr().out)["plan"]
+        assert ("latency" in plan["search"]) == measured
+        assert plan["settings"]["never_slower"] == measured
+    assert plan["budget"] == {"params": 0.6}
+
+
+def test_refusals() -> None:
+    model, table = network(), rw.build_table(network(), EXAMPLE)
+    check = check_sentence
+    assert "latency" in check(lambda: rw.Budget(latency=1.5))
+    assert "latency" in check(lambda: rw.Budget(latency=0.0))
+    assert "measure_times" in check(lambda: rw.allocate(table, rw.Budget(latency=0.5)))
+    assert "measure_times" in check(lambda: rw.allocate(table, rw.Budget(params=0.5), never_slower=True))
+    assert "example" in check(lambda: rw.compress(model, latency=0.5))
+    assert "remove filters" in check(lambda: rw.compress(model, EXAMPLE, method="ft", latency=0.5))
+    assert "compiled" in check(lambda: measure_times(model, EXAMPLE, Timing(compiled=True)))
+    assert "layout" in check(lambda: Timing(layout="rows"))
+    assert "batch" in check(lambda: Timing(batch=0))
+    assert "batch=32" in check(lambda: read_timing("speed=3"))
+    assert "batch=32" in check(lambda: read_timing("batch=x"))
+    assert "rank_multiple" in check(lambda: rw.allocate(table, rw.Budget(params=0.5), rank_multiple=0))
+    assert "never_slower" in check(lambda: rw.allocate(table, rw.Budget(params=0.5), never_slower=3))
+    assert "latency" in check(lambda: rw.allocate(table, rw.Budget(params=0.5)).keep("latency"))
+    assert read_timing("batch=3, threads=2,layout=channels-last") == Timing(3, 2, "channels-last")
