@@ -34,6 +34,7 @@ from rankwise.methods import AUTO
 from rankwise.probe import batches
 from rankwise.refit import apply_fitted
 from rankwise.search import find_plan
+from rankwise.settle import settle
 from rankwise.stopwatch import SLICES
 from rankwise.surgery import copy_model, replace_layers_
 
@@ -86,7 +87,17 @@ class Bench:
         self.table.times = self.times if fuse else replace(self.times, fused=None)
         settings = replace(self.settings, never_slower=never_slower)
         try:
-            return find_plan(self.table, rw.Budget(**budget), settings, "auto", self.name)
+            asked = rw.Budget(**budget)
+            if asked.latency is None:
+                return find_plan(self.table, asked, settings, "auto", self.name)
+            return settle(
+                asked,
+                lambda b: find_plan(self.table, b, settings, "auto", self.name),
+                self.model,
+                self.example,
+                self.timing,
+                fuse,
+            )
         except rw.RankwiseError as err:
             say(f"{self.name}, {budget}: {err}\n")
             return None

@@ -347,6 +347,32 @@ def test_only_slower_pairs_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert merge_slow(small, EXAMPLE)[1] == []
 
 
+def test_a_plan_that_is_too_slow_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankwise import settle as settling
+
+    table = table_with_times(3)
+    least = float(check_sentence(lambda: rw.allocate(table, rw.Budget(latency=1e-6))).split("(keep ")[1].split(")")[0])
+    budget = rw.Budget(latency=(least + 1) / 2)
+    for factors, rounds in (([1.0], 1), ([1.3, 1.0], 2), ([9.0, 9.0], 2)):
+        made: list[rw.Plan] = []
+        measured = iter(factors)
+
+        def fake(*_: Any, made: list[rw.Plan] = made, measured: Any = measured) -> list[Measured]:
+            return [Measured((1.0,)), Measured((made[-1].keep("latency") * next(measured),))]
+
+        def make(b: rw.Budget, made: list[rw.Plan] = made) -> rw.Plan:
+            made.append(rw.allocate(table, b))
+            return made[-1]
+
+        monkeypatch.setattr(settling, "time_networks", fake)
+        plan = settling.settle(budget, make, network(3), EXAMPLE, QUICK)
+        assert len(made) <= rounds
+        assert plan.budget == budget
+        if factors[-1] == 1.0 and len(made) == rounds:
+            assert plan.search["latency"]["measured"] <= budget.latency
+            assert plan.layers == made[-1].layers
+
+
 # ---- the whole job, and refusals -------------------------------------------------------------------------
 
 

@@ -19,7 +19,18 @@ from rankwise.evaluate import evaluate as score
 from rankwise.flags import example_for, read_budget, read_folds, read_groups
 from rankwise.forecast import can_forecast, forecast
 from rankwise.forward import run_example, side_of, tensors_of, undisturbed
-from rankwise.job import Planner, Seen, build_network, fused, is_free, planner, recovered, seen_for, times_for
+from rankwise.job import (
+    Planner,
+    Seen,
+    build_network,
+    fused,
+    is_free,
+    kept_in_time,
+    planner,
+    recovered,
+    seen_for,
+    times_for,
+)
 from rankwise.latency import read_timing
 from rankwise.layer import Coverage
 from rankwise.methods import METHODS, needs_budget, needs_data, settings_for
@@ -191,7 +202,8 @@ def compress(
         with show.progress("layers") as report:
             make = planner(network, example, coverage, settings, method, title, images, report, free, times)
         if max_drop is None:
-            found, seen = make(asked)
+            with show.progress("timing the plan"):
+                found, seen = kept_in_time(make, asked, network, example, how, fuse)
         elif keep is not None or budget:
             raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
         else:

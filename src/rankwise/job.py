@@ -26,6 +26,7 @@ from rankwise.pruning import Filters, plan_filters
 from rankwise.recover import Steps, recover_
 from rankwise.refit import apply_fitted
 from rankwise.search import Settings, find_plan
+from rankwise.settle import settle
 from rankwise.stopwatch import SLICES, measure_times
 from rankwise.surgery import apply_plan
 from rankwise.table import Progress
@@ -229,6 +230,16 @@ def times_for(
     return measure_times(model, example, timing, coverage, progress, fuse=fuse)
 
 
+def kept_in_time(
+    make: Planner, budget: Budget | None, model: nn.Module, example: Any, timing: Timing | None, fuse: bool
+) -> tuple[Plan, Seen]:
+    """The plan for a budget; with a latency in it, one whose network was timed (settle.py)."""
+    plan, seen = make(budget)
+    if budget is None or budget.latency is None:
+        return plan, seen
+    return settle(budget, lambda b: make(b)[0], model, example, timing or Timing(), fuse), seen
+
+
 def fused(small: nn.Module, plan: Plan, example: Any) -> tuple[nn.Module, Plan]:
     """The network with its batch norms folded into its layers, and a plan that says so."""
     norms = find_norms(small, example)
@@ -284,7 +295,8 @@ def compress(
     source = calibration(data, example)
     title, free = type(model).__name__, is_free(method, changes)
     times = times_for(model, example, coverage, settings, budget, timing, progress, fuse)
-    plan, seen = find(model, example, coverage, settings, budget, method, title, source, progress, free, times)
+    make = planner(model, example, coverage, settings, method, title, source, progress, free, times)
+    plan, seen = kept_in_time(make, budget, model, example, timing, fuse)
     small, plan = build_network(model, plan, seen)
     small = recovered(small, model, seen.data or source, recover) if recover else small
     return fused(small, plan, example) if fuse else (small, plan)

@@ -127,6 +127,10 @@ def remarks(plan: Plan) -> list[str]:
     if isinstance(latency, dict) and isinstance(latency.get("slower"), list) and latency["slower"]:
         names = ", ".join(map(str, latency["slower"]))
         said.append(f"the budget needs pairs that are slower than the layers they stand for: {names}")
+    if isinstance(latency, dict) and isinstance(latency.get("measured"), int | float):
+        within = plan.budget.latency is None or latency["measured"] <= plan.budget.latency
+        more = "" if within else ": above the budget, and nothing faster was found; is the machine busy?"
+        said.append(f"time measured: {latency['measured']:.3f} of the dense network{more}")
     return [text for text in said if text]
 
 
