@@ -180,6 +180,10 @@ def compress(
         "never_slower": never_slower,
         "rank_multiple": rank_multiple,
     }
+    if max_drop is not None and (keep is not None or budget):
+        raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
+    if max_drop is not None and data is None:
+        raise RankwiseError("--max-drop measures what is lost, and there is nothing to measure it on: add --data")
     how = read_timing(timing)
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
@@ -204,10 +208,8 @@ def compress(
         if max_drop is None:
             with show.progress("timing the plan"):
                 found, seen = kept_in_time(make, asked, network, example, how, fuse)
-        elif keep is not None or budget:
-            raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
         else:
-            small, found, trials = _within(network, example, make, max_drop, unit, data)
+            small, found, trials = _within(network, example, make, max_drop, unit, str(data))
         if strict:
             check_pruned(found)
     else:
@@ -350,11 +352,9 @@ def verify(folder: Path, small: nn.Module, original: nn.Module, example: Tensor 
 
 
 def _within(
-    network: nn.Module, example: Tensor | None, make: Planner, limit: float, unit: str, data: str | None
+    network: nn.Module, example: Tensor | None, make: Planner, limit: float, unit: str, data: str
 ) -> tuple[nn.Module, Plan, list[Trial]]:
     """The smallest network that loses at most `limit` points on the validation split."""
-    if data is None:
-        raise RankwiseError("--max-drop measures what is lost, and there is nothing to measure it on: add --data")
     images = load_data(data, "val", size=side_of(example))
     with show.progress("looking for the smallest") as report:
         tried: list[Trial] = []
