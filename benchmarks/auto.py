@@ -1,6 +1,6 @@
 """`auto` on the pretrained CIFAR-10 ResNet20: on imagined inputs and on calibration images, full test set.
 
-    python benchmarks/auto.py --data FOLDER [--weights FILE] [--mode imagined|calibration]
+    python benchmarks/auto.py --data FOLDER [--weights FILE] [--mode imagined|calibration] [--unit params|macs]
 
 FOLDER holds {train,test}.parquet of CIFAR-10. Calibration is on 1,024 training images without their labels. Nothing is
 chosen by looking at the test set. The table of effects is made once for a mode; every budget is planned, fitted and
@@ -28,7 +28,7 @@ from rankwise.probe import batches
 from rankwise.refit import apply_fitted
 from rankwise.search import find_plan
 
-REMOVED = {"params": (15, 25, 30, 35, 40, 45, 50, 60, 70, 80), "macs": (15, 25, 35, 40, 45, 50, 60)}  # %
+REMOVED = {"params": (15, 25, 30, 35, 40, 45, 50, 60, 70, 80), "macs": (15, 25, 35, 40, 45, 50, 55, 60)}  # %
 IMAGES = 1024
 
 
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "resnet20-cifar10.safetensors")
     parser.add_argument("--mode", choices=("imagined", "calibration"), action="append")
+    parser.add_argument("--unit", choices=tuple(REMOVED), action="append")
     args = parser.parse_args()
     model = networks.build("resnet20")
     networks.load_weights_(model, args.weights)
@@ -57,7 +58,7 @@ def main() -> None:
             inputs, least = list(batches(data.load(f"parquet:{args.data}", "fit").thin(IMAGES))), 0.0
         table, influence = effect_table(model, coverage, settings, inputs or [], least=least)
         prepared = time.perf_counter() - start
-        for unit, removed in [(u, r) for u, rs in REMOVED.items() for r in rs]:
+        for unit, removed in [(u, r) for u in args.unit or REMOVED for r in REMOVED[u]]:
             start = time.perf_counter()
             plan = find_plan(table, rw.Budget(**{unit: 1 - removed / 100}), settings, "auto", "resnet20")
             small = apply_fitted(model, plan, inputs or [], influence, least=least)
