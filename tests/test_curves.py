@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from made_rows import failed, row
+from rankwise import summary
 from rankwise.curves import DELTAS, UNITS, delta_table, panels
 
 many_rows = st.lists(
@@ -138,3 +139,18 @@ def test_segmentation_is_compared_by_mean_iou() -> None:
     rows = [row(reference={**body, "miou": 70.0}, compressed={**body, "miou": 65.0})]
     assert panels(rows)[0].metric == "miou"
     assert only_stage(rows).lines[0].points[0].change == (-5.0, None)
+
+
+@given(many_rows)
+def test_the_page_and_the_summary_say_the_same(rows: list[dict[str, Any]]) -> None:
+    """The largest CR-P within δ, and the means of every curve, from two ways to write them down."""
+    stage = only_stage(rows)
+    drawn = {
+        (line.label, delta): None if at is None else line.points[at].cut["params"][0]  # type: ignore[index]
+        for line, cells in zip(stage.lines, delta_table(stage, "params"), strict=True)
+        for delta, at in zip(DELTAS, cells, strict=True)
+    }
+    told = {(entry["label"], entry["delta"]): entry["CR-P"] for entry in summary.delta_table(rows)}
+    assert drawn == told
+    lines = {line.label: [point.score[0] for point in line.points] for line in stage.lines}
+    assert lines == {c["label"]: [p["final"]["mean"] for p in c["points"]] for c in summary.curves(rows)}
