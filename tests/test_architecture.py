@@ -20,7 +20,8 @@ FLOORS = [
     "material",
     "results pipeline curves embed store study study_file reference cell cluster runner estimate published summary "
     "tabular overview",
-    "charts report demo flags show live train_cli report_cli study_cli export bench deploy_cli cli __main__ __init__",
+    "charts report demo options flags show live train_cli report_cli study_cli export bench deploy_cli "
+    "compress_cli cli __main__ __init__",
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 FILES = sorted(SOURCE.glob("*.py"))

@@ -18,6 +18,7 @@ from rankwise.flags import example_for
 from rankwise.fuse import fuse as fuse_network
 from rankwise.latency import LAYOUTS, read_timing
 from rankwise.merge import merge_slow
+from rankwise.options import JsonOpt
 
 FolderArg = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `rankwise compress` wrote.")]
 BaseOpt = Annotated[
@@ -27,7 +28,6 @@ InputOpt = Annotated[
     str | None, typer.Option("--input", metavar="SHAPE", help="Shape of an example input, such as 1,3,224,224.")
 ]
 FuseOpt = Annotated[bool, typer.Option("--fuse", help="Fold batch norms into the layers before them.")]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def bench_command(

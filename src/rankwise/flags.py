@@ -1,6 +1,8 @@
-"""What the command line's flags mean: text → shapes, budgets, folds and slices."""
+"""What the command line's flags mean: text → networks, shapes, budgets, folds and slices."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,13 @@ def example_for(spec: str, shape: str | None, network: nn.Module) -> Tensor | No
         return None
     dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
     return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
+    network = networks.build(spec, base=base)
+    if weights is not None:
+        networks.load_weights_(network, weights)
+    return network.eval()
 
 
 def read_budget(keep: float | None, parts: list[str] | None) -> Budget:

@@ -13,6 +13,7 @@ import typer
 from rankwise import live, pipeline, show
 from rankwise.errors import RankwiseError
 from rankwise.methods import METHODS
+from rankwise.options import JsonOpt
 from rankwise.recipes import RECIPES, Recipe, change, get_recipe, read_changes
 
 DataArg = Annotated[
@@ -33,7 +34,6 @@ BoardOpt = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard
 WeightsOpt = Annotated[
     Path | None, typer.Option("--weights", metavar="FILE", help="Start from these weights: .safetensors, or .pth/.th.")
 ]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 NetworkArg = Annotated[
     str, typer.Argument(metavar="NETWORK", help="resnet20, torchvision:NAME, timm:NAME, file.py:factory, or a folder.")
 ]

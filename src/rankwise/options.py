@@ -1,0 +1,36 @@
+"""Arguments and flags that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelArg = Annotated[
+    str, typer.Argument(metavar="MODEL", help="resnet20, torchvision:NAME, timm:NAME, file.py:factory, or a folder.")
+]
+WeightsOpt = Annotated[
+    Path | None, typer.Option("--weights", metavar="FILE", help="Weights: .safetensors, or a .pth/.th state dict.")
+]
+InputOpt = Annotated[
+    str | None, typer.Option("--input", metavar="SHAPE", help="Shape of an example input, such as 1,3,224,224.")
+]
+ExcludeOpt = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave these layers alone; may be repeated.")
+]
+DataOpt = Annotated[
+    str | None,
+    typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER, voc:FOLDER or hub:NAME."),
+]
+SplitOpt = Annotated[str, typer.Option("--split", help="Split of the data.")]
+BaseOpt = Annotated[
+    str | None,
+    typer.Option("--base", metavar="MODEL", help="For a folder: the network to rebuild (needed for file.py:factory)."),
+]
+TimingOpt = Annotated[
+    str | None,
+    typer.Option("--timing", metavar="T", help="How to time, such as batch=32,threads=2,layout=channels-last."),
+]
+FuseOpt = Annotated[bool, typer.Option("--fuse", help="Fold batch norms into the layers before them, for inference.")]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
