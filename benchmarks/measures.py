@@ -32,7 +32,7 @@ PLANS = {
     "svd-error": {},
     "l-rank": {},
     "alds": {"error": "max"},
-    "alds-error": {},
+    "alds-error": {"groups": 4},
     "alds+": {"error": "max", "search": "minimax"},
     "auto": {"error": "energy"},
 }
