@@ -55,23 +55,6 @@ class Seen:
 Planner = Callable[[Budget | None], tuple[Plan, Seen]]
 
 
-def find(
-    model: nn.Module,
-    example: Any,
-    coverage: Coverage,
-    settings: Settings | Filters,
-    budget: Budget | None,
-    method: str,
-    title: str,
-    data: Any = None,
-    progress: Progress | None = None,
-    free: bool = False,
-    times: Times | None = None,
-) -> tuple[Plan, Seen]:
-    """The plan of any method, and what building it needs. `free` lets `auto` look at data, see `is_free`."""
-    return planner(model, example, coverage, settings, method, title, data, progress, free, times)(budget)
-
-
 def planner(
     model: nn.Module,
     example: Any,
