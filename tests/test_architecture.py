@@ -13,7 +13,7 @@ SOURCE = Path(rankwise.__file__).parent
 FLOORS = [
     "errors version jsonio fold layer cost decompose measure moments pca tucker vbmf clusters response whiten",
     "times table table_file plan budget menu allocate knapsack unbudgeted search",
-    "modules pairs narrow forward coverage surgery fuse checkpoint graph trials channels",
+    "modules pairs narrow forward coverage surgery fuse layout checkpoint graph trials channels",
     "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file "
     "stopwatch settle merge methods job",
     "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state train lc "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rankwise import jsonio
 from rankwise.errors import RankwiseError
 from rankwise.fuse import fuse_norms_
+from rankwise.layout import lay_out_
 from rankwise.modules import mark_of
 from rankwise.narrow import narrowed
 from rankwise.pairs import decision_of
@@ -77,6 +78,7 @@ def load(folder: str | Path, model: nn.Module) -> nn.Module:
     replace_layers_(small, plan, fill=False)
     fuse_norms_(small, plan.fused, fill=False)
     _load_state_(small, tensors, header, path)
+    lay_out_(small, plan.layout)
     return small
 
 

@@ -23,7 +23,8 @@ from rankwise.job import (
     Planner,
     Seen,
     build_network,
-    fused,
+    finish,
+    folds_norms,
     is_free,
     kept_in_time,
     planner,
@@ -103,7 +104,7 @@ def compress(
     rank_multiple: Annotated[
         int | None, typer.Option("--rank-multiple", metavar="N", help="Channels between factors are multiples of N.")
     ] = None,
-    fuse: FuseOpt = False,
+    fuse: FuseOpt = None,
     input: InputOpt = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the random starts.")] = None,
     exclude: ExcludeOpt = None,
@@ -149,13 +150,14 @@ def compress(
         title, asked = networks.architecture(model), None
         if max_drop is None and (keep is not None or budget or needs_budget(settings)):
             asked = read_budget(keep, budget)
+        folded = folds_norms(fuse, asked)
         with show.progress("timing") as report:
-            times = times_for(network, example, coverage, settings, asked, how, report, fuse)
+            times = times_for(network, example, coverage, settings, asked, how, report, folded)
         with show.progress("layers") as report:
             make = planner(network, example, coverage, settings, method, title, images, report, free, times)
         if max_drop is None:
             with show.progress("timing the plan"):
-                found, seen = kept_in_time(make, asked, network, example, how, fuse)
+                found, seen = kept_in_time(make, asked, network, example, how, folded)
         else:
             small, found, trials = _within(network, example, make, max_drop, unit, str(data))
         if strict:
@@ -163,6 +165,7 @@ def compress(
     else:
         _only_with_a_search(keep, budget, {"max-drop": max_drop, **changes})
         found = Plan.load(plan)
+        folded = bool(found.fused) if fuse is None else fuse
         source = None if data is None else load_data(data, "calibration", size=side_of(example)).thin(calibrate)
         seen = seen_for(network, example, found, source)
     expected = None
@@ -176,8 +179,8 @@ def compress(
             if source is None and data is not None:
                 source = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
             small = recovered(small, network, source, recover, lambda i, n, loss: report("", i, n))
-    if fuse and small is not None:
-        small, found = fused(small, found, example)
+    if small is not None:
+        small, found = finish(small, found, example, folded)
     scores = None
     if data is not None and small is not None:
         test = load_data(data, split, size=side_of(example))

@@ -16,9 +16,10 @@ from rankwise.export import TARGETS
 from rankwise.export import export as write
 from rankwise.flags import example_for
 from rankwise.fuse import fuse as fuse_network
-from rankwise.latency import LAYOUTS, read_timing
+from rankwise.latency import read_timing
 from rankwise.merge import merge_slow
 from rankwise.options import JsonOpt
+from rankwise.times import LAYOUTS
 
 FolderArg = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `rankwise compress` wrote.")]
 BaseOpt = Annotated[

@@ -19,6 +19,7 @@ from rankwise.fuse import find_norms, fuse_norms
 from rankwise.influence import Influence, influences
 from rankwise.latency import Timing
 from rankwise.layer import Coverage
+from rankwise.layout import lay_out_
 from rankwise.methods import calibration, needs_budget, no_data, settings_for, table_for
 from rankwise.plan import Plan
 from rankwise.probe import batches
@@ -223,12 +224,20 @@ def kept_in_time(
     return settle(budget, lambda b: make(b)[0], model, example, timing or Timing(), fuse), seen
 
 
-def fused(small: nn.Module, plan: Plan, example: Any) -> tuple[nn.Module, Plan]:
-    """The network with its batch norms folded into its layers, and a plan that says so."""
-    norms = find_norms(small, example)
-    small = fuse_norms(small, norms)
-    params = sum(p.numel() for p in small.parameters())
-    return small, replace(plan, fused=norms, after=replace(plan.after, params=params))
+def folds_norms(fuse: bool | None, budget: Budget | None) -> bool:
+    """Whether batch norms are folded at the end: for whoever asks for time, since it costs no accuracy."""
+    return budget is not None and budget.latency is not None if fuse is None else fuse
+
+
+def finish(small: nn.Module, plan: Plan, example: Any, fuse: bool) -> tuple[nn.Module, Plan]:
+    """The network as it is shipped, and a plan that says so: with batch norms folded, in the layout of the plan."""
+    if fuse:
+        norms = find_norms(small, example)
+        small = fuse_norms(small, norms)
+        params = sum(p.numel() for p in small.parameters())
+        plan = replace(plan, fused=norms, after=replace(plan.after, params=params))
+    lay_out_(small, plan.layout)
+    return small, plan
 
 
 def build_network(model: nn.Module, plan: Plan, seen: Seen) -> tuple[nn.Module, Plan]:
@@ -256,7 +265,7 @@ def compress(
     recover: int = 0,
     latency: float | None = None,
     timing: Timing | None = None,
-    fuse: bool = False,
+    fuse: bool | None = None,
     **changes: Any,
 ) -> tuple[nn.Module, Plan]:
     """The whole job: a smaller copy of the model, and the plan it follows.
@@ -265,7 +274,8 @@ def compress(
     multiply-adds, which needs an example input, `latency` for the measured time of the example (see `Timing`); only
     tucker2 can do without any. `data`, any iterable of inputs without labels or a specification such as "digits", is
     for methods that look at activations, and for `recover`: so many steps of distillation from the original network at
-    the end. `fuse` folds batch norms into the layers before them, for inference.
+    the end. `fuse` folds batch norms into the layers before them, for inference; a budget in latency does so
+    unless `fuse` is False.
     """
     settings = settings_for(method, **changes)
     asked = any(part is not None for part in (keep, macs, latency)) or needs_budget(settings)
@@ -277,12 +287,13 @@ def compress(
         raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
     source = calibration(data, example)
     title, free = type(model).__name__, is_free(method, changes)
-    times = times_for(model, example, coverage, settings, budget, timing, progress, fuse)
+    folds = folds_norms(fuse, budget)
+    times = times_for(model, example, coverage, settings, budget, timing, progress, folds)
     make = planner(model, example, coverage, settings, method, title, source, progress, free, times)
-    plan, seen = kept_in_time(make, budget, model, example, timing, fuse)
+    plan, seen = kept_in_time(make, budget, model, example, timing, folds)
     small, plan = build_network(model, plan, seen)
     small = recovered(small, model, seen.data or source, recover) if recover else small
-    return fused(small, plan, example) if fuse else (small, plan)
+    return finish(small, plan, example, folds)
 
 
 def recovered(small: nn.Module, model: nn.Module, data: Any, steps: int, progress: Steps | None = None) -> nn.Module:

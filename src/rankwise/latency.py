@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError
+from rankwise.layout import in_layout, lay_out_
 from rankwise.surgery import copy_model
+from rankwise.times import LAYOUTS
 
-LAYOUTS = ("contiguous", "channels-last")
 ENOUGH = 1.0  # seconds in which the least of many short runs is near what a quiet machine takes
+LONG = 20.0  # seconds after which a few runs must do
 Run = Callable[[], object]
 
 
@@ -93,16 +95,22 @@ class Measured:
 
 
 def race(
-    runs: Sequence[Run], timing: Timing, device: torch.device | None = None, most: float = math.inf
+    runs: Sequence[Run],
+    timing: Timing,
+    device: torch.device | None = None,
+    least: float = 0.0,
+    most: float = math.inf,
 ) -> list[Measured]:
     """Time several things in turns, each `repeats` times after `warmup` rounds that do not count.
 
-    After `most` seconds there are no more than three rounds.
+    Rounds go on until they have taken `least` seconds, but no more than ten times as many; after `most` seconds three
+    must do.
     """
     seconds: list[list[float]] = [[] for _ in runs]
-    end = time.monotonic() + most
-    for turn in range(timing.warmup + timing.repeats):
-        if len(seconds[0]) >= 3 and time.monotonic() > end:
+    start = time.monotonic()
+    for turn in range(timing.warmup + 10 * timing.repeats):
+        spent, count = time.monotonic() - start, len(seconds[0])
+        if (count >= timing.repeats and spent > least) or (count >= 3 and spent > most):
             break
         for run, found in zip(runs, seconds, strict=True):
             took = once(run, device)
@@ -135,12 +143,14 @@ def on_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def time_networks(models: Sequence[nn.Module], example: Any, timing: Timing | None = None) -> list[Measured]:
+def time_networks(
+    models: Sequence[nn.Module], example: Any, timing: Timing | None = None, least: float = 0.0
+) -> list[Measured]:
     """What each network takes for the example, in turns; the networks themselves are left as they are."""
     timing = timing or Timing()
     with on_threads(timing.threads), torch.inference_mode():
         runs = [ready_to_run(model, example, timing)[1] for model in models]
-        return race(runs, timing, device_of(models[0]))
+        return race(runs, timing, device_of(models[0]), least)
 
 
 def time_network(model: nn.Module, example: Any, timing: Timing | None = None) -> Measured:
@@ -156,7 +166,7 @@ def ready_to_run(model: nn.Module, example: Any, timing: Timing) -> tuple[nn.Mod
     """A copy of the network in the layout asked for, and a run of it on the example."""
     ready = copy_model(model).eval()
     if timing.layout == "channels-last":
-        ready = ready.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        lay_out_(ready, timing.layout)
     args, kwargs = inputs_for(model, example, timing)
     call: Callable[..., object] = torch.compile(ready) if timing.compiled else ready
     return ready, lambda: call(*args, **kwargs)
@@ -180,12 +190,6 @@ def inputs_for(model: nn.Module, example: Any, timing: Timing) -> tuple[tuple[An
     if isinstance(example, Mapping):
         return (), {k: ready(v) for k, v in example.items()}
     return tuple(map(ready, example if isinstance(example, tuple | list) else (example,))), {}
-
-
-def in_layout(value: Tensor, layout: str) -> Tensor:
-    if layout == "channels-last" and value.ndim == 4:
-        return value.contiguous(memory_format=torch.channels_last)
-    return value
 
 
 def shapes_seen(model: nn.Module, run: Run, names: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
@@ -213,15 +217,17 @@ Split = tuple[float, dict[str, float]]  # seconds beside the layers, and those o
 def split_seconds(networks: Sequence[tuple[nn.Module, Run]], names: Sequence[str], timing: Timing) -> list[Split]:
     """Where the time of networks goes, in turns: beside the layers, and in each layer over all of its calls.
 
-    The least of all runs, part by part. A layer that is never called takes none and is left out.
+    The least of all runs, part by part. A layer that is never called takes none and is left out. Small networks run
+    more often than `timing` says, and those that take long less often: the machine has more to do.
     """
     rounds: list[list[Split]] = [[] for _ in networks]
-    end = time.monotonic() + ENOUGH
+    start = time.monotonic()
     for turn in range(timing.warmup + 50):
-        if turn >= timing.warmup + timing.repeats and time.monotonic() > end:
+        spent = time.monotonic() - start
+        if turn >= timing.warmup + (timing.repeats if spent < LONG else 2) and spent > ENOUGH:
             break
         for (model, run), found in zip(networks, rounds, strict=True):
-            split = _split(model, run, names)
+            split = split_once(model, run, names)
             if turn >= timing.warmup:
                 found.append(split)
     return [
@@ -230,7 +236,8 @@ def split_seconds(networks: Sequence[tuple[nn.Module, Run]], names: Sequence[str
     ]
 
 
-def _split(model: nn.Module, run: Run, names: Sequence[str]) -> Split:
+def split_once(model: nn.Module, run: Run, names: Sequence[str]) -> Split:
+    """One run: seconds beside the layers, and those of each layer."""
     device = device_of(model)
     spent: dict[str, float] = {}
     started: list[float] = []

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise.latency import Timing, device_of, in_layout, on_threads, race, ready_to_run, shapes_seen
+from rankwise.latency import Timing, device_of, on_threads, race, ready_to_run, shapes_seen
 from rankwise.layer import Skipped
+from rankwise.layout import in_layout, lay_out_, other_layout
 from rankwise.modules import mark_of
 from rankwise.pairs import merge_pair
 from rankwise.plan import Choice, Plan, Pruned
@@ -58,12 +59,12 @@ def _slower(pair: nn.Module, shapes: list[tuple[int, ...]], timing: Timing) -> b
     """Whether the pair takes longer than its layer, over all calls, by more than measurements are off."""
     assert isinstance(pair, nn.Sequential), "mark_of has looked"
     dense = merge_pair(pair)
-    if timing.layout == "channels-last":
-        dense = dense.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    layout = timing.layout if other_layout(pair) else "channels-last"
+    lay_out_(dense, layout)
     like, device = next(pair.parameters()), device_of(pair)
     apart = joined = 0.0
     for shape in shapes:
-        x = in_layout(torch.randn(shape, dtype=like.dtype, device=device), timing.layout)
+        x = in_layout(torch.randn(shape, dtype=like.dtype, device=device), layout)
         one, two = race([partial(dense, x), partial(pair, x)], timing, device)
         joined, apart = joined + one.best, apart + two.best
     return joined < MARGIN * apart

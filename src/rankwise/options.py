@@ -32,5 +32,11 @@ TimingOpt = Annotated[
     str | None,
     typer.Option("--timing", metavar="T", help="How to time, such as batch=32,threads=2,layout=channels-last."),
 ]
-FuseOpt = Annotated[bool, typer.Option("--fuse", help="Fold batch norms into the layers before them, for inference.")]
+FuseOpt = Annotated[
+    bool | None,
+    typer.Option(
+        "--fuse/--no-fuse",
+        help="Fold batch norms into the layers before them, for inference; on for a budget in latency.",
+    ),
+]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -13,6 +13,7 @@ from rankwise.cost import Cost, Option, check_option, full_rank
 from rankwise.errors import RankwiseError
 from rankwise.layer import Layer, Skipped
 from rankwise.measure import ALL_MEASURES
+from rankwise.times import LAYOUTS
 
 FORMAT = 1
 
@@ -96,7 +97,8 @@ class Plan:
 
     `settings` says how the plan was found (measure, search, seed), `search` what the search knows about
     its own result (objective value, optimality gap, trace). Neither is needed to replay the plan. `fused` names batch
-    norms that were folded into layers afterwards, each with its layer.
+    norms that were folded into layers afterwards, each with its layer; `layout` is how weights lie in memory, if they
+    are to lie otherwise than in the model.
     """
 
     model: str
@@ -108,6 +110,7 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
     fused: dict[str, str] = field(default_factory=dict)
+    layout: str | None = None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -141,8 +144,9 @@ class Plan:
             for key in ("outer", "clusters"):  # only where there are any: most plans have none
                 if not entry.get(key, True):
                     del entry[key]
-        if not self.fused:
-            del body["fused"]
+        for key in ("fused", "layout"):
+            if not body[key]:
+                del body[key]
         return {"format": FORMAT, **body, "budget": self.budget.to_json()}
 
     def dumps(self) -> str:
@@ -188,7 +192,15 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
             norm: jsonio.typed(layer, str, f"{norm!r} in 'fused' of {where}")
             for norm, layer in jsonio.typed(data.get("fused", {}), dict, f"'fused' of {where}").items()
         },
+        layout=_read_layout(data, where),
     )
+
+
+def _read_layout(data: dict[str, Any], where: str) -> str | None:
+    layout = data.get("layout")
+    if layout is not None and layout not in LAYOUTS:
+        raise RankwiseError(f"{where} has the layout {layout!r}: possible are {', '.join(LAYOUTS)}")
+    return layout
 
 
 def _read_entry(data: Any, where: str) -> Choice | Pruned | Skipped:

@@ -169,6 +169,7 @@ def _make_plan(
         layers=(*entries, *table.coverage.skipped),
         settings={k: _plain(v) for k, v in vars(settings).items()},
         search=findings,
+        layout=table.times.layout if table.times else None,
     )
 
 

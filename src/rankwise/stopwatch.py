@@ -1,13 +1,13 @@
 """The cost model: how long every layer of a network takes on this machine, as it is and as a pair, by rank.
 
-Where the network's time goes is timed in the network itself: every layer between two looks at the clock, and the rest.
-How much faster a pair is than its layer is timed beside it, in turns with the layer, on inputs of the same shape:
+Everything is timed inside the network, where caches hold what they will hold: all layers are replaced by pairs at once,
+each by one of its options at one rank, the network runs with a clock around every layer, and so one run tells of as
+many pairs as there are layers. A few dozen such networks tell all that is needed:
 
-    seconds of a pair = seconds of the layer in the network · (pair ÷ layer, beside it)
+    seconds of a pair = seconds of the layer · (pair ÷ layer, both on a batch that may be smaller)
 
-Layers of the same kind, shape and input are timed once; of each a few ranks of a few options. The least of all turns
-counts: whatever else runs on a machine only ever adds time. Encoders with many groups are slow nearly everywhere and
-are not tried. What was measured is kept on disk (times_file.py).
+The least of all runs counts: whatever else runs on a machine only ever adds time. Encoders with many groups are slow
+nearly everywhere and are not tried. What was measured is kept on disk (times_file.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.cost import Option, costs, options_for
 from rankwise.coverage import find_layers
@@ -31,30 +31,32 @@ from rankwise.latency import (
     Run,
     Timing,
     device_of,
-    in_layout,
+    inputs_for,
     on_threads,
     once,
     ready_to_run,
-    shapes_seen,
+    split_once,
     split_seconds,
 )
 from rankwise.layer import LINEAR_KINDS, Coverage, Layer
-from rankwise.modules import dense_module
+from rankwise.layout import lay_out_, other_layout
 from rankwise.pairs import build_pair
+from rankwise.surgery import copy_model, swap_modules_
 from rankwise.table import Progress
-from rankwise.times import Samples, Times
+from rankwise.times import MARGIN, Times
 from rankwise.times_file import Store, machine, place
 
 SLICES = (1, 2, 4)
-SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125, 0.06)  # of the rank at which a pair has as many macs as the layer
-ROUNDS = (4, 12)  # turns at least, and at most
-SECONDS = 100.0  # to spend on one network
-SHORT = 0.020  # seconds: inputs are cut into smaller batches until a layer takes about that, …
-FEWEST = 8  # … but not below so many
-HOPELESS = 1.3  # an option so much slower than the layer at half of its macs is not looked at further
+SHARES = (0.8, 0.55, 0.35, 0.2, 0.1)  # of the rank at which a pair has as many macs as the layer
+SECONDS = 100.0  # to spend on the pairs of one network
+RUNS = 250  # of the network: batches are cut until so many fit into that time, …
+FEWEST = 4  # … but not below so many inputs
+PASSES = 3  # over all pairs, as long as there is time
+COUNT = 2  # runs of a network that count, after one that does not
+OFTEN = 8  # networks of pairs between two runs of the network as it is
+HOPELESS = 1.2  # an option so much slower than the layer at half of its macs is not looked at further
 
 Cell = tuple[Option, int]  # an option at a rank
-Shape = tuple[int, ...]
 
 
 def measure_times(
@@ -64,13 +66,13 @@ def measure_times(
     coverage: Coverage | None = None,
     progress: Progress | None = None,
     cache: str | Path | None = None,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     fuse: bool = False,
 ) -> Times:
-    """Times of the network, its layers and their pairs, for budgets in latency. Takes about `seconds` at most.
+    """Times of the network, its layers and their pairs, for budgets in latency. Pairs take about `seconds` at most.
 
-    With `fuse` the time beside the layers is that of the network with its batch norms folded away, which is where
-    `compress(..., fuse=True)` ends; budgets are fractions of the network as it is all the same.
+    Layers and pairs are timed in the network as it will be: with `fuse` its batch norms are folded away, and where
+    channels last are faster its weights lie so (`Times.layout`). Budgets are fractions of the network as it is.
     `cache` is the folder to keep measurements in: $RANKWISE_CACHE or ~/.cache/rankwise, unless another is given.
     """
     timing = timing or Timing()
@@ -79,134 +81,152 @@ def measure_times(
     coverage = coverage or find_layers(model, example)
     with on_threads(timing.threads), torch.inference_mode():
         store = Store(place(cache, torch.get_num_threads()))
-        before = len(store.known)
-        models = [model, fuse_norms(model, find_norms(model, example))] if fuse else [model]
-        wholes, shapes = _networks(store, models, example, timing, coverage)
-        found = _layers(store, model, shapes, timing, coverage, progress, seconds)
-        if len(store.known) > before:
+        key = _key(model, example, timing, coverage, fuse)
+        if key not in store.known:
+            store.known[key] = _measure(model, example, timing, coverage, progress, seconds or SECONDS, fuse)
             store.save()
-    layers, how = wholes[0]["layers"], {**timing.to_json(), "fuse": fuse, "machine": machine()}
-    fused = min(whole["fixed"] for whole in wholes) if fuse else None
-    return Times(wholes[0]["fixed"], layers, _pairs(found, layers), how, fused)
+    found = store.known[key]
+    pairs = {
+        (name, option.rpartition("/")[0], int(option.rpartition("/")[2])): (
+            tuple(int(rank) for rank, _ in samples),
+            tuple(float(took) for _, took in samples),
+        )
+        for name, options in found["pairs"].items()
+        for option, samples in options.items()
+    }
+    how = {**timing.to_json(), "fuse": fuse, "machine": machine()}
+    return Times(found["beside"], found["layers"], pairs, how, found["whole"], found["layout"])
 
 
-def _networks(
-    store: Store, models: list[nn.Module], example: Any, timing: Timing, coverage: Coverage
-) -> tuple[list[dict[str, Any]], dict[str, list[Shape]]]:
-    """For each network {"fixed": seconds beside the layers, "layers": by name}; and the shapes of layers' inputs."""
-    names = [layer.name for layer in coverage.layers]
-    ready = [ready_to_run(model, example, timing) for model in models]
-    shapes = shapes_seen(*ready[0], names)
-    how = f"{sorted(shapes.items())}|{_dtype(models[0])}|{device_of(models[0])}|{timing.layout}"
-    keys = ["network|" + hashlib.sha256(f"{model!r}|{how}".encode()).hexdigest() for model in models]
-    if any(key not in store.known for key in keys):
-        for key, (fixed, layers) in zip(keys, split_seconds(ready, names, timing), strict=True):
-            store.known[key] = {"fixed": fixed, "layers": layers}
-    return [store.known[key] for key in keys], shapes
+def _key(model: nn.Module, example: Any, timing: Timing, coverage: Coverage, fuse: bool) -> str:
+    args, kwargs = inputs_for(model, example, timing)
+    shapes = [tuple(getattr(value, "shape", ())) for value in (*args, *kwargs.values())]
+    lies = other_layout(model)
+    parts = (repr(model), shapes, device_of(model), timing.layout, lies, _dtype(model), coverage.layers, fuse)
+    return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()
 
 
-def _layers(
-    store: Store,
+def _measure(
     model: nn.Module,
-    shapes: Mapping[str, list[Shape]],
+    example: Any,
     timing: Timing,
     coverage: Coverage,
     progress: Progress | None,
     seconds: float,
-) -> dict[str, list[dict[str, Any]]]:
-    """What `layer_times` says of every call of every layer; equal ones are timed once."""
-    where = {"device": device_of(model), "dtype": _dtype(model)}
-
-    def key(layer: Layer, shape: Shape) -> str:
-        plain = replace(layer, name="", calls=None, aliases=())
-        return f"{astuple(plain)}|{shape}|{where['device']}|{where['dtype']}|{timing.layout}"
-
-    wanted = {key(layer, shape): (layer, shape) for layer in coverage.layers for shape in shapes[layer.name]}
-    missing = [k for k in wanted if k not in store.known]
-    end = time.monotonic() + seconds
-    for done, k in enumerate(missing):
-        layer, shape = wanted[k]
-        if progress:
-            progress(layer.name, done, len(missing))
-        share = (end - time.monotonic()) / (len(missing) - done)
-        store.known[k] = layer_times(layer, shape, where, timing, max(0.2, share))
+    fuse: bool,
+) -> dict[str, Any]:
+    """{"whole": seconds of the network as it is, "layout", "beside" and "layers" of it as it will be, "pairs"}."""
     if progress:
-        progress("", len(missing), len(missing))
-    return {la.name: [store.known[key(la, shape)] for shape in shapes[la.name]] for la in coverage.layers}
+        progress("the network", 0, 1)
+    names = [layer.name for layer in coverage.layers]
+    layouts: list[str | None] = [None]
+    if timing.layout == "contiguous" and (other := other_layout(model)) is not None:
+        layouts.append(other)
+    plain = fuse_norms(model, find_norms(model, example)) if fuse else model
+    ready = [ready_to_run(_laid_out(plain, layout), example, timing) for layout in layouts]
+    ready += [ready_to_run(model, example, timing)] if fuse else []
+    splits = split_seconds(ready, names, timing)
+    totals = [rest + sum(layers.values()) for rest, layers in splits]
+    best = 1 if len(layouts) > 1 and totals[1] < MARGIN * totals[0] else 0
+    beside, layers = splits[best]
+    network = _laid_out(plain, layouts[best])
+    called = [layer for layer in coverage.layers if layer.name in layers]
+    layout = layouts[best] or ("channels-last" if timing.layout == "channels-last" else None)
+    rig = _Rig(*_short(network, example, timing, seconds), called, layout)
+    rig.explore(seconds, progress)
+    pairs: dict[str, dict[str, list[list[float]]]] = {}
+    for (name, cell), took in sorted(rig.best.items(), key=lambda one: one[0][1][1] if one[0][1] else 0):
+        if cell is not None:
+            scaled = layers[name] * took / rig.best[name, None]
+            pairs.setdefault(name, {}).setdefault(f"{cell[0].fold}/{cell[0].groups}", []).append([cell[1], scaled])
+    whole = totals[-1] if fuse else totals[0]
+    return {"whole": whole, "layout": layouts[best], "beside": beside, "layers": layers, "pairs": pairs}
 
 
-def _pairs(
-    found: Mapping[str, list[dict[str, Any]]], seconds: Mapping[str, float]
-) -> dict[tuple[str, str, int], Samples]:
-    """Sums over the calls of each layer, scaled to what the layer takes in the network.
-
-    Calls of other sizes may know other ranks; those that all have count.
-    """
-    pairs = {}
-    for name, calls in found.items():
-        dense = sum(call["dense"] for call in calls)
-        for option in calls[0]["pairs"] if calls else ():
-            tables = [dict(call["pairs"].get(option, [])) for call in calls]
-            ranks = sorted(r for r in tables[0] if all(r in t for t in tables))
-            if ranks:
-                fold, _, slices = option.rpartition("/")
-                scaled = tuple(seconds[name] * sum(t[r] for t in tables) / dense for r in ranks)
-                pairs[name, fold, int(slices)] = (tuple(ranks), scaled)
-    return pairs
+def _laid_out(model: nn.Module, layout: str | None) -> nn.Module:
+    if layout is None:
+        return model
+    network = copy_model(model)
+    lay_out_(network, layout)
+    return network
 
 
-def layer_times(layer: Layer, shape: Shape, where: dict[str, Any], timing: Timing, seconds: float) -> dict[str, Any]:
-    """{"dense": seconds, "pairs": {"fold/slices": [[rank, seconds], …]}} for one layer beside the network."""
-    end = time.monotonic() + seconds
-    with torch.inference_mode():
-        dense = _module(dense_module(layer, where), timing)
-        x = _short(dense, shape, where, timing)
-        runs: dict[Cell | None, Run] = {None: _call(dense, x)}
-        best: dict[Cell | None, float] = {None: math.inf}
-        _try(runs, best, None, x.device)
-        for option, ranks in _candidates(layer):
-            middle = min(ranks, key=lambda r: abs(r - ranks[0] / 2))
-            for rank in sorted(ranks, key=lambda r: (r != middle, -r)):
-                if time.monotonic() > end - seconds / 2:
-                    break  # half of the time is for turns of what was tried
-                pair = _module(build_pair(layer, option, rank, dense), timing)
-                runs[option, rank] = _call(pair, x)
-                _try(runs, best, (option, rank), x.device)
-                if rank == middle and best[option, rank] > HOPELESS * best[None]:
-                    break
-        for turn in range(ROUNDS[1]):
-            if turn >= ROUNDS[0] and time.monotonic() > end:
-                break
-            for which in runs:
-                _try(runs, best, which, x.device, warm=True)
-    pairs: dict[str, list[list[float]]] = {}
-    cells = [(which, took) for which, took in best.items() if which is not None]
-    for (option, rank), took in sorted(cells, key=lambda cell: cell[0][1]):
-        pairs.setdefault(f"{option.fold}/{option.groups}", []).append([rank, took])
-    return {"dense": best[None], "pairs": pairs}
-
-
-def _try(
-    runs: dict[Cell | None, Run],
-    best: dict[Cell | None, float],
-    which: Cell | None,
-    device: torch.device,
-    warm: bool = False,
-) -> None:
-    """One run that counts, after one that does not if it is the first."""
-    if not warm:
-        runs[which]()
-    best[which] = min(best.get(which, math.inf), once(runs[which], device))
-
-
-def _short(dense: nn.Module, shape: Shape, where: dict[str, Any], timing: Timing) -> Tensor:
-    """A random input; of large batches only a part, so that no run is long enough to be interrupted."""
+def _short(network: nn.Module, example: Any, timing: Timing, seconds: float) -> tuple[nn.Module, Run]:
+    """A copy of the network, and a run of it on a batch that is small enough to be run often."""
+    args, kwargs = inputs_for(network, example, timing)
+    batch = min((len(v) for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim), default=1)
     while True:
-        x = in_layout(torch.randn(shape, dtype=where["dtype"], device=where["device"]), timing.layout)
-        dense(x)
-        if shape[0] // 2 < FEWEST or min(once(_call(dense, x), x.device) for _ in range(2)) <= SHORT:
-            return x
-        shape = (shape[0] // 2, *shape[1:])
+        ready, run = ready_to_run(network, example, replace(timing, batch=batch))
+        run()
+        if batch // 2 < FEWEST or min(once(run, device_of(ready)) for _ in range(2)) <= seconds / RUNS:
+            return ready, run
+        batch //= 2
+
+
+class _Rig:
+    """A network whose layers are swapped for pairs and back, with a clock around every layer."""
+
+    def __init__(self, network: nn.Module, run: Run, layers: list[Layer], layout: str | None) -> None:
+        self.network, self.run, self.layers, self.layout = network, run, layers, layout
+        self.best: dict[tuple[str, Cell | None], float] = {}  # least seconds of a layer, as a pair or (None) as it is
+
+    def explore(self, seconds: float, progress: Progress | None) -> None:
+        """Every option of every layer at half of its macs, and those that are not hopeless at other ranks too."""
+        start = time.monotonic()
+        every = {layer.name: _candidates(layer) for layer in self.layers}
+        first = {
+            name: [(option, min(ranks, key=lambda r: abs(r - ranks[0] / 2))) for option, ranks in options]
+            for name, options in every.items()
+        }
+        self.once_over(first, start + seconds / 2, progress)
+        cells: dict[str, list[Cell]] = {}
+        for name, options in every.items():
+            for (option, ranks), middle in zip(options, first[name], strict=True):
+                if self.best.get((name, middle), math.inf) <= HOPELESS * self.best[name, None]:
+                    cells.setdefault(name, []).extend((option, rank) for rank in ranks)
+        for turn in range(PASSES):
+            if turn and time.monotonic() > start + seconds:
+                break
+            self.once_over(cells, start + seconds * (1 if turn else 1.5), progress)
+
+    def once_over(self, cells: Mapping[str, list[Cell]], end: float, progress: Progress | None) -> None:
+        """Networks in which every layer is in its first cell, its second, …; and often the network as it is."""
+        count = max(map(len, cells.values()), default=0)
+        for at in range(count):
+            if at % OFTEN == 0:
+                self.turn({})
+            if time.monotonic() > end:
+                break
+            if progress:
+                progress("", at, count)
+            self.turn({name: given[at] for name, given in cells.items() if at < len(given)})
+
+    def turn(self, cells: Mapping[str, Cell]) -> None:
+        """Time the network with these layers in these cells; without any, all layers as they are."""
+        swap: dict[nn.Module, nn.Module] = {}
+        for layer in self.layers:
+            if layer.name in cells:
+                old = self.network.get_submodule(layer.name)
+                swap[old] = _pair(layer, *cells[layer.name], old, self.layout)
+        swap_modules_(self.network, swap)
+        names = [layer.name for layer in self.layers if layer.name in cells or not cells]
+        try:
+            for turn in range(1 + COUNT):
+                _, spent = split_once(self.network, self.run, names)
+                for name, took in spent.items() if turn else ():
+                    key = (name, cells.get(name))
+                    self.best[key] = min(self.best.get(key, math.inf), took)
+        finally:
+            swap_modules_(self.network, {new: old for old, new in swap.items()})
+
+
+def _pair(layer: Layer, option: Option, rank: int, old: nn.Module, layout: str | None) -> nn.Module:
+    """With weights of such a size that numbers stay what they are: tiny ones may be slow to compute with."""
+    pair = build_pair(layer, option, rank, old)
+    for tensor in pair.parameters():
+        tensor.data.normal_(std=(tensor[0].numel() or 1) ** -0.5)
+    lay_out_(pair, layout)
+    return pair
 
 
 def _candidates(layer: Layer) -> list[tuple[Option, list[int]]]:
@@ -224,23 +244,9 @@ def _candidates(layer: Layer) -> list[tuple[Option, list[int]]]:
 
 
 def _ranks(most: int) -> list[int]:
-    """From the largest rank down; round numbers, which hardware likes, where there is a choice."""
-    if most <= 8:
-        return list(range(most, 0, -1))
+    """From a large rank down to 1; round numbers, which hardware likes, where there is a choice."""
     near = {round(most * share / 8) * 8 if most * share > 12 else round(most * share) for share in SHARES}
-    return sorted({most, 1, *(r for r in near if 1 <= r <= most)}, reverse=True)
-
-
-def _module(module: nn.Module, timing: Timing) -> nn.Module:
-    """With weights that are numbers: what lies in memory by chance may be slow to compute with."""
-    for tensor in module.parameters():
-        tensor.data.normal_(std=0.02)
-    module.eval()
-    return module.to(memory_format=torch.channels_last) if timing.layout == "channels-last" else module  # type: ignore[call-overload]
-
-
-def _call(module: nn.Module, x: Tensor) -> Run:
-    return lambda: module(x)
+    return sorted({1, *(r for r in near if 1 <= r <= most)}, reverse=True)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

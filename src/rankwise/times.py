@@ -2,9 +2,9 @@
 
 The whole network is a fixed part (activations, norms, additions) and its layers:
 
-    seconds(plan) = fixed + Σ layers as the plan has them
+    seconds(plan) = beside + Σ layers as the plan has them
 
-Where batch norms are folded away afterwards, `fixed` is that of the network without them.
+Where batch norms are folded away afterwards, or the weights laid out anew, all of these are times of such a network.
 
 Planning counts whole nanoseconds, so that budgets in time are budgets like any other.
 """
@@ -22,6 +22,7 @@ from rankwise.decompose import Array
 from rankwise.layer import Layer
 
 NANO = 1_000_000_000
+LAYOUTS = ("contiguous", "channels-last")
 # Pairs of the same modules whatever their numbers are: one measurement serves all of these decompositions.
 TIMED = ("svd", "whitened", "pca")
 # A pair counts as faster only if it is so by more than a measurement is off.
@@ -33,27 +34,31 @@ Samples = tuple[tuple[int, ...], tuple[float, ...]]  # ranks, rising, and the se
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Seconds beside the layers, of each layer as it is, and of pairs at some ranks, by (layer, fold, slices).
+    """Seconds beside the layers, of each layer, and of pairs at some ranks, by (layer, fold, slices).
 
-    `fused` are the seconds beside the layers once batch norms are folded into them. `timing` says how all were
-    measured. Options that are not here were not measured, and are not offered for a budget in time.
+    `whole` are the seconds of the network as it is, where its parts were timed in another form of it: with batch norms
+    folded, or in another `layout`, because it is faster. `timing` says how all were measured. Options that are not here
+    were not measured, and are not offered for a budget in time.
     """
 
     beside: float
     layers: Mapping[str, float]
     pairs: Mapping[tuple[str, str, int], Samples]
     timing: dict[str, Any] = field(default_factory=dict)
-    fused: float | None = None
+    whole: float | None = None
+    layout: str | None = None
 
     @property
     def total(self) -> int:
         """The network as it is, in nanoseconds."""
-        return round(self.beside * NANO) + sum(self.dense(name) for name in self.layers)
+        if self.whole is not None:
+            return round(self.whole * NANO)
+        return self.fixed + sum(self.dense(name) for name in self.layers)
 
     @property
     def fixed(self) -> int:
         """What no decision changes, in nanoseconds."""
-        return round((self.beside if self.fused is None else self.fused) * NANO)
+        return round(self.beside * NANO)
 
     def dense(self, name: str) -> int:
         """A layer as it is, in nanoseconds; 0 for one that is never called."""

@@ -13,8 +13,9 @@ import torch
 
 from rankwise import jsonio
 from rankwise.errors import RankwiseError
+from rankwise.times import LAYOUTS
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Store:
@@ -40,22 +41,23 @@ class Store:
 
 
 def _sound(value: Any) -> bool:
-    """What `stopwatch.layer_times` and `stopwatch.network_times` give."""
-    if not isinstance(value, dict):
+    """What `stopwatch._measure` gives."""
+    if not isinstance(value, dict) or set(value) != {"whole", "layout", "beside", "layers", "pairs"}:
         return False
-    if set(value) == {"fixed", "layers"}:
-        layers = value["layers"]
-        return _positive(value["fixed"]) and isinstance(layers, dict) and all(map(_positive, layers.values()))
-    if set(value) != {"dense", "pairs"} or not _positive(value["dense"]) or not isinstance(value["pairs"], dict):
+    layers, pairs = value["layers"], value["pairs"]
+    if not isinstance(layers, dict) or not isinstance(pairs, dict) or not set(pairs) <= set(layers):
         return False
-    return all(
-        option.rpartition("/")[2].isdigit()
-        and isinstance(rows, list)
-        and all(
-            isinstance(r, list) and len(r) == 2 and type(r[0]) is int and r[0] > 0 and _positive(r[1]) for r in rows
-        )
-        for option, rows in value["pairs"].items()
+    if value["layout"] not in (None, *LAYOUTS) or not all(isinstance(options, dict) for options in pairs.values()):
+        return False
+    samples = [(option, rows) for options in pairs.values() for option, rows in options.items()]
+    return all(map(_positive, (value["whole"], value["beside"], *layers.values()))) and all(
+        option.rpartition("/")[2].isdigit() and isinstance(rows, list) and rows and all(map(_sample, rows))
+        for option, rows in samples
     )
+
+
+def _sample(row: Any) -> bool:
+    return isinstance(row, list) and len(row) == 2 and type(row[0]) is int and row[0] > 0 and _positive(row[1])
 
 
 def _positive(value: Any) -> bool:
