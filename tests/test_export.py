@@ -232,9 +232,11 @@ class Net(nn.Module):
 
 
 def test_folders_open_without_rankwise(tmp_path: Path) -> None:
-    """The snippet of docs/deployment.md, for every fold, with slices and without, fused and not."""
+    """The snippet of docs/deployment.md: every fold, with slices and without, fused and not, other decompositions."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deployment.md").read_text("utf-8"), flags=re.S)
-    (tmp_path / "snippet.py").write_text(next(b for b in blocks if "def open_compressed" in b), encoding="utf-8")
+    snippet = next(b for b in blocks if "def open_compressed" in b)
+    assert len([line for line in snippet.splitlines() if line]) <= 15
+    (tmp_path / "snippet.py").write_text(snippet, encoding="utf-8")
     space: dict[str, Any] = {}
     exec(WITHOUT[WITHOUT.index("import torch") : WITHOUT.index("exec(")] + WITHOUT[WITHOUT.index("class Net") :], space)
     torch.manual_seed(0)
@@ -249,6 +251,12 @@ def test_folders_open_without_rankwise(tmp_path: Path) -> None:
             assert bool(plan.fused) == fuse
             rw.save(small, plan, tmp_path / f"{fold}{fuse}")
             known[f"{fold}{fuse}"] = small(x).detach()
+    for method in ("pca", "tucker2", "ft"):
+        given = {"data": [x]} if method == "pca" else {}
+        small, plan = rw.compress(model, x, method=method, keep=0.85, fuse=method == "ft", **given)
+        assert plan.choices or plan.pruned
+        rw.save(small, plan, tmp_path / method)
+        known[method] = small(x).detach()
     torch.save({"x": x, "known": known}, tmp_path / "xy.pt")
     code = WITHOUT + (
         "data = torch.load('xy.pt', weights_only=True)\n"

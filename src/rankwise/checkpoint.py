@@ -20,7 +20,7 @@ from rankwise import jsonio
 from rankwise.errors import RankwiseError
 from rankwise.fuse import fuse_norms_
 from rankwise.layout import lay_out_
-from rankwise.modules import mark_of
+from rankwise.modules import mark_of, recipe
 from rankwise.narrow import narrowed
 from rankwise.pairs import decision_of
 from rankwise.plan import Plan
@@ -55,7 +55,8 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
         )
     tensors, same = _unshared(model.state_dict())
     # One key only: safetensors writes several in random order, and the same model should give the same bytes.
-    metadata = {"rankwise": json.dumps({"plan": plan_hash(plan), "same": same})}
+    changed = {name: recipe(modules[name]) for name in (*pairs, *thin, *_folded(plan)) if name in modules}
+    metadata = {"rankwise": json.dumps({"plan": plan_hash(plan), "same": same, "modules": changed})}
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,6 +88,11 @@ def read_plan(folder: str | Path) -> Plan:
     if not Path(folder).is_dir():
         raise RankwiseError(f"{folder} is not a folder: give one that rankwise.save or rankwise compress wrote")
     return Plan.load(Path(folder) / PLAN)
+
+
+def _folded(plan: Plan) -> list[str]:
+    """Norms that are gone and layers that have a bias instead; pairs are new anyway."""
+    return [*plan.fused, *(set(plan.fused.values()) - {choice.name for choice in plan.choices})]
 
 
 def plan_hash(plan: Plan) -> str:

@@ -168,3 +168,24 @@ def dense_module(layer: Layer, where: dict[str, Any]) -> Any:
     if layer.transposed:
         args["output_padding"] = layer.output_padding
     return new(CONVS[layer.kind], layer.channels, layer.filters, **args, **where)
+
+
+_BUILT_WITH: dict[type[nn.Module], str] = {
+    nn.Linear: "in_features out_features bias",
+    nn.modules.conv._ConvNd: "in_channels out_channels kernel_size stride padding dilation groups bias padding_mode",
+    nn.modules.batchnorm._BatchNorm: "num_features eps momentum affine track_running_stats",
+    nn.modules.padding._ConstantPadNd: "padding value",
+}
+
+
+def recipe(module: nn.Module) -> Any:
+    """How to build a module with nothing but torch: [class, arguments], or {name: recipe} for the parts of a pair."""
+    if mark_of(module) is not None:
+        return {name: recipe(child) for name, child in module.named_children()}
+    names = next((names for cls, names in _BUILT_WITH.items() if isinstance(module, cls)), "")
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        names += " output_padding"
+    values = {name: getattr(module, name) for name in names.split()}
+    if "bias" in values:
+        values["bias"] = values["bias"] is not None
+    return [type(module).__name__, values]
