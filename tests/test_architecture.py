@@ -15,7 +15,7 @@ FLOORS = [
     "times table table_file plan budget menu allocate knapsack unbudgeted search",
     "modules pairs narrow forward coverage surgery fuse layout checkpoint graph trials channels",
     "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file "
-    "stopwatch settle merge methods job",
+    "stopwatch multiple settle merge methods job",
     "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state train lc "
     "material",
     "results pipeline curves embed store study study_file reference cell cluster runner estimate published summary "

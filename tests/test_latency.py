@@ -19,6 +19,7 @@ from rankwise.__main__ import main
 from rankwise.cost import Option, costs
 from rankwise.latency import Measured, Timing, race, read_timing, split_seconds, time_networks
 from rankwise.merge import merge_named, merge_slow, without
+from rankwise.multiple import multiple_of
 from rankwise.stopwatch import measure_times
 from rankwise.times import MARGIN, NANO, Times, rising
 from sentences import check_sentence
@@ -227,6 +228,23 @@ def test_ranks_are_multiples(search: str, error: str) -> None:
             table.curve(_layer(table, choice.name), choice.option, error)[choice.rank]
         )
     assert plan.keep() <= 0.8
+
+
+@given(step=st.sampled_from([1, 2, 4, 8, 16, 32]), slope=st.floats(0.05, 2.0))
+def test_the_best_multiple_is_the_block_in_which_channels_are_computed(step: int, slope: float) -> None:
+    assert multiple_of({r: 1.0 + slope * -(-r // step) * step for r in range(33, 65)}) >= step
+    assert multiple_of({r: float(-(-r // step)) for r in range(1, 65)}) == step
+
+
+def test_ranks_are_multiples_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(runs: list[Any], *_: Any, **__: Any) -> list[Measured]:
+        return [Measured((1.0 + at // 4,)) for at in range(len(runs))]  # ranks 1 to 4, 5 to 8, … take the same time
+
+    monkeypatch.setattr("rankwise.multiple.race", steps)
+    asked = {"keep": 0.8, "error": "energy", "rank_multiple": "measured", "timing": QUICK}
+    plan = rw.compress(network(), EXAMPLE, **asked)[1]
+    assert plan.settings["rank_multiple"] == 4
+    assert all(c.groups * c.rank % plan.settings["rank_multiple"] == 0 for c in plan.choices)
 
 
 def _layer(table: rw.Table, name: str) -> rw.Layer:

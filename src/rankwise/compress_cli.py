@@ -16,7 +16,7 @@ from rankwise.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
 from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import evaluate as score
-from rankwise.flags import example_for, open_model, read_budget, read_folds, read_groups
+from rankwise.flags import example_for, open_model, read_budget, read_folds, read_groups, read_multiple
 from rankwise.forecast import can_forecast, forecast
 from rankwise.forward import run_example, side_of, tensors_of, undisturbed
 from rankwise.job import (
@@ -31,6 +31,7 @@ from rankwise.job import (
     recovered,
     seen_for,
     times_for,
+    with_multiple,
 )
 from rankwise.latency import read_timing
 from rankwise.layer import Coverage
@@ -102,7 +103,12 @@ def compress(
         ),
     ] = None,
     rank_multiple: Annotated[
-        int | None, typer.Option("--rank-multiple", metavar="N", help="Channels between factors are multiples of N.")
+        str | None,
+        typer.Option(
+            "--rank-multiple",
+            metavar="N",
+            help="Channels between factors are multiples of N, or of what was measured to be best (measured).",
+        ),
     ] = None,
     fuse: FuseOpt = None,
     input: InputOpt = None,
@@ -127,7 +133,7 @@ def compress(
         "decompositions": decompositions.split(",") if decompositions else None,
         "clustering": clustering,
         "never_slower": never_slower,
-        "rank_multiple": rank_multiple,
+        "rank_multiple": read_multiple(rank_multiple),
     }
     if max_drop is not None and (keep is not None or budget):
         raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
@@ -142,6 +148,7 @@ def compress(
         coverage = find_layers(network, example, exclude or ())
         if method == "auto" and never_slower is None:
             changes["never_slower"] = example is not None
+        changes = with_multiple(changes, network, example, how, coverage)
         settings, free = settings_for(method, **changes), is_free(method, changes)
         check_coverage(coverage, strict, isinstance(settings, Filters))
         images = None

@@ -66,3 +66,12 @@ def read_folds(text: str | None) -> str | list[str | int] | None:
     if text is None or text == "all":
         return text
     return [int(p) if p.strip().isdigit() else p.strip() for p in text.split(",")]
+
+
+def read_multiple(text: str | None) -> int | str | None:
+    """`8` or `measured`."""
+    if text is None or text == "measured":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise RankwiseError(f"--rank-multiple {text} was given: it is a whole number from 1 on, or measured")
+    return int(text)

@@ -21,6 +21,7 @@ from rankwise.latency import Timing
 from rankwise.layer import Coverage
 from rankwise.layout import lay_out_
 from rankwise.methods import calibration, needs_budget, no_data, settings_for, table_for
+from rankwise.multiple import best_multiple
 from rankwise.plan import Plan
 from rankwise.probe import batches
 from rankwise.pruning import Filters, plan_filters
@@ -198,6 +199,15 @@ def seen_for(model: nn.Module, example: Any, plan: Plan, data: Any = None) -> Se
     return Seen({}, given, influences(model, given, list(coverage.layers), LARGEST, seed), least)
 
 
+def with_multiple(
+    changes: Mapping[str, Any], model: nn.Module, example: Any, timing: Timing | None, coverage: Coverage
+) -> dict[str, Any]:
+    """Changes to settings, with a number where rank_multiple="measured" was asked for."""
+    if changes.get("rank_multiple") != "measured":
+        return dict(changes)
+    return {**changes, "rank_multiple": best_multiple(model, example, timing, coverage)}
+
+
 def times_for(
     model: nn.Module,
     example: Any,
@@ -277,10 +287,10 @@ def compress(
     the end. `fuse` folds batch norms into the layers before them, for inference; a budget in latency does so
     unless `fuse` is False.
     """
-    settings = settings_for(method, **changes)
+    coverage = find_layers(model, example, exclude)
+    settings = settings_for(method, **with_multiple(changes, model, example, timing, coverage))
     asked = any(part is not None for part in (keep, macs, latency)) or needs_budget(settings)
     budget = Budget(params=keep, macs=macs, latency=latency) if asked else None
-    coverage = find_layers(model, example, exclude)
     if any(s.reason == COMPRESSED for s in coverage.skipped):
         raise RankwiseError("the model is already compressed: densify it first, or compress the original again")
     if not coverage.layers and not isinstance(settings, Filters):
