@@ -1,6 +1,7 @@
 """Time as a budget: what was asked for, predicted and measured, as Markdown tables.
 
     python benchmarks/latency.py [--only NETWORK] [--data FOLDER] [--weights FILE] [--threads 2] [--batch 32]
+                                 [--latency 0.4 …] [--keep 0.8 …]
 
 For ResNet20, resnet18, vgg16_bn and mobilenet_v2: how long measuring takes, plans for budgets in latency and for
 never_slower at keeps from 0.9 to 0.2, each timed in turns with the dense network as torch builds it (medians). What
@@ -67,15 +68,16 @@ class Bench:
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.name, self.about = name, NETWORKS[name]
-        self.timing = rw.Timing(args.batch, args.threads, args.layout, repeats=args.repeats)
+        warmup = min(2, args.repeats - 2) if args.repeats > 2 else 1
+        self.timing = rw.Timing(args.batch, args.threads, args.layout, repeats=args.repeats, warmup=warmup)
         torch.manual_seed(0)
         self.model = networks.build(self.about.spec).eval()
         if name == "resnet20" and args.weights.is_file():
             networks.load_weights_(self.model, args.weights)
         self.example = torch.randn(1, 3, self.about.side, self.about.side)
         self.coverage = rw.find_layers(self.model, self.example)
-        self.measuring: list[float] = []
-        self.times = {fuse: self._times(fuse, args.cache) for fuse in (True, False)}
+        self.latencies, self.keeps, self.cache = args.latency, args.keep, args.cache
+        self.times: dict[bool, rw.Times] = {}
         self.settings, self.inputs, self.influence = replace(AUTO, groups=SLICES), None, {}
         if name == "resnet20" and args.data:
             self.settings = replace(self.settings, error="effect", decompositions=("whitened", "svd"))
@@ -84,14 +86,17 @@ class Bench:
         else:
             self.table = rw.build_table(self.model, self.example, groups=SLICES)
 
-    def _times(self, fuse: bool, cache: str) -> rw.Times:
-        start = time.perf_counter()
-        found = rw.measure_times(self.model, self.example, self.timing, self.coverage, cache=cache, fuse=fuse)
-        self.measuring.append(time.perf_counter() - start)
-        return found
+    def times_of(self, fuse: bool) -> rw.Times:
+        if fuse not in self.times:
+            start = time.perf_counter()
+            given = (self.model, self.example, self.timing, self.coverage)
+            self.times[fuse] = rw.measure_times(*given, cache=self.cache, fuse=fuse)
+            took = time.perf_counter() - start
+            say(f"Measuring took {took:.0f} s, norms {'folded' if fuse else 'kept'}.")
+        return self.times[fuse]
 
     def plan(self, fuse: bool, never_slower: bool = False, **budget: float) -> rw.Plan | None:
-        self.table.times = self.times[fuse]
+        self.table.times = self.times_of(fuse)
         settings = replace(self.settings, never_slower=never_slower)
         try:
             asked = rw.Budget(**budget)
@@ -141,6 +146,8 @@ def main() -> None:
     parser.add_argument(
         "--cache", help="folder for measured times; default: a fresh one, so that measuring is measured"
     )
+    parser.add_argument("--latency", type=float, nargs="*", default=LATENCIES)
+    parser.add_argument("--keep", type=float, nargs="*", default=KEEPS)
     args = parser.parse_args()
     if args.cache is None:
         import tempfile
@@ -152,7 +159,8 @@ def main() -> None:
     for name in args.only or NETWORKS:
         bench = Bench(name, args)
         say(f"## {name}\n")
-        say(f"Measuring took {bench.measuring[0]:.0f} s, and {bench.measuring[1]:.0f} s with norms kept.")
+        for fuse in (*[True] * bool(args.latency), *[False] * bool(args.keep)):
+            bench.times_of(fuse)
         for fuse, layout in ((False, "channels-last"), (True, None), (True, "channels-last")):
             took = bench.measure(bench.finished(copy_model(bench.model), fuse, layout))[0]
             say(
@@ -171,8 +179,8 @@ def _tables(bench: Bench) -> list[str]:
     """Plans by latency (norms folded) and by params, never slower (norms kept); gives the acceptance row."""
     say("| budget | params | macs | pairs | slower pairs | predicted | measured | off |")
     say("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-    asked: list[tuple[bool, dict[str, Any]]] = [(True, {"latency": v}) for v in LATENCIES]
-    asked += [(False, {"params": k, "never_slower": True}) for k in KEEPS]
+    asked: list[tuple[bool, dict[str, Any]]] = [(True, {"latency": v}) for v in bench.latencies]
+    asked += [(False, {"params": k, "never_slower": True}) for k in bench.keeps]
     row: list[str] = []
     for fuse, budget in asked:
         plan = bench.plan(fuse, **budget)
