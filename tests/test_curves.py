@@ -142,8 +142,8 @@ def test_segmentation_is_compared_by_mean_iou() -> None:
 
 
 @given(many_rows)
-def test_the_page_and_the_summary_say_the_same(rows: list[dict[str, Any]]) -> None:
-    """The largest CR-P within δ, and the means of every curve, from two ways to write them down."""
+def test_the_summary_writes_down_what_the_page_draws(rows: list[dict[str, Any]]) -> None:
+    """Both are made from the same panels: a summary must lose no line, no point and no cell on the way."""
     stage = only_stage(rows)
     drawn = {
         (line.label, delta): None if at is None else line.points[at].cut["params"][0]  # type: ignore[index]
@@ -154,3 +154,10 @@ def test_the_page_and_the_summary_say_the_same(rows: list[dict[str, Any]]) -> No
     assert drawn == told
     lines = {line.label: [point.score[0] for point in line.points] for line in stage.lines}
     assert lines == {c["label"]: [p["final"]["mean"] for p in c["points"]] for c in summary.curves(rows)}
+
+
+def test_a_network_that_was_not_retrained_is_measured_and_not_derived() -> None:
+    again = {"retrained": {"top1": 85.0}, "retrain": {"share": 1.0, "epochs": 4}}
+    both = [row(top1=80.0, **again), row(top1=81.0)]
+    for rows in (both, both[::-1]):
+        assert panels(rows)[0].stages[0].lines[0].points[0].score == (81.0, None)

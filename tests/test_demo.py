@@ -12,7 +12,7 @@ import torch
 
 from rankwise import data, demo, networks, show
 from rankwise.evaluate import evaluate
-from rankwise.report import read_rows
+from rankwise.results import read_rows
 
 
 @pytest.fixture(scope="module")

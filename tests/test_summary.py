@@ -198,6 +198,8 @@ def test_rows_are_read_strictly_and_others_passed_over(tmp_path: Path) -> None:
         ({**row(), "status": "odd"}, "done or failed"),
         ({k: v for k, v in row().items() if k != "keep"}, "has no 'keep'"),
         ({**row(), "asked": "half"}, "must be a number"),
+        ({**row(), "plan": 3}, "'plan' of .* must be a string"),
+        ({**row(), "compressed": {"top1": "good"}}, "'top1' in 'compressed' of .* must be a number"),
         ({**row(), "status": "failed"}, "has no 'error'"),
     ):
         results.write_row(place / "d.json", broken)

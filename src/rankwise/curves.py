@@ -20,7 +20,7 @@ Pair = tuple[float, float | None]  # mean, and deviation where there are at leas
 DELTAS = (0.0, 0.5, 1.0, 2.0, 3.0)  # the losses that the paper's tables allow, in points
 UNITS = ("params", "macs")
 _CUT = {"params": "CR-P", "macs": "CR-F"}
-_EXACT = 1e-9  # 91.73 − 91.23 is a loss of 0.5, whatever binary fractions make of it
+_ROUNDING = 1e-9  # 91.73 − 91.23 is a loss of 0.5, whatever binary fractions make of it
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,20 @@ def delta_table(stage: Stage, unit: str, deltas: Iterable[float] = DELTAS) -> li
     for line in stage.lines:
         cuts = [(p.cut[unit], i, p.change[0]) for i, p in enumerate(line.points)]
         known = [(cut[0], i, change) for cut, i, change in cuts if cut is not None]
-        best = [max(((cut, i) for cut, i, change in known if change >= -d - _EXACT), default=None) for d in deltas]
+        best = [max(((cut, i) for cut, i, change in known if within(change, d)), default=None) for d in deltas]
         table.append([None if found is None else found[1] for found in best])
     return table
+
+
+def within(change: float, delta: float) -> bool:
+    """Whether a change, in points, is a loss of at most δ."""
+    return change >= -delta - _ROUNDING
+
+
+def change_of(row: Row, when: str, metric: str) -> float | None:
+    """Points gained (lost, if negative) against the reference of the same repeat."""
+    after, before = _score(row, when, metric), _score(row, "reference", metric)
+    return None if after is None or before is None else float(after) - float(before)
 
 
 def pair(values: Sequence[float]) -> Pair:
@@ -113,6 +124,12 @@ def pair(values: Sequence[float]) -> Pair:
     if len(values) == 1:
         return mean, None
     return mean, sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def all_or_none(values: Sequence[float | None]) -> Pair | None:
+    """The `pair` of the values, None where one of them is not known: a mean over some repeats is not comparable."""
+    known = [float(v) for v in values if v is not None]
+    return pair(known) if known and len(known) == len(values) else None
 
 
 def _panel(rows: Sequence[Row], key: tuple[str, str, str, str], members: list[int]) -> Panel:
@@ -139,9 +156,12 @@ def _stage(rows: Sequence[Row], members: list[int], metric: str, when: str, shar
         row = rows[i]
         if _score(row, when, metric) is None or (when == "retrained" and _share(row) != share):
             continue
-        # A sweep over retraining scores the same compressed network once for each share: it counts once.
+        # A sweep over retraining scores the same compressed network once for each share: it counts once, and a row
+        # that was not retrained says it best.
         repeats = lines.setdefault(line_key(row), {}).setdefault(row.get("asked"), {})
-        repeats.setdefault((row.get("repeat"), row.get("seed")), i)
+        repeat = row.get("repeat"), row.get("seed")
+        if repeat not in repeats or row.get("retrained") is None:
+            repeats[repeat] = i
     drawn = []
     for key, budgets in lines.items():
         points = [_point(rows, asked, tuple(repeats.values()), when, metric) for asked, repeats in budgets.items()]
@@ -151,12 +171,8 @@ def _stage(rows: Sequence[Row], members: list[int], metric: str, when: str, shar
 
 def _point(rows: Sequence[Row], asked: float | None, members: tuple[int, ...], when: str, metric: str) -> Point:
     scores = [float(rows[i][when][metric]) for i in members]
-    changes = [s - float(rows[i]["reference"][metric]) for s, i in zip(scores, members, strict=True)]
-    cut: dict[str, Pair | None] = {}
-    for unit in UNITS:
-        values = [rows[i].get(_CUT[unit]) for i in members]
-        known = [float(v) for v in values if v is not None]
-        cut[unit] = pair(known) if len(known) == len(values) else None
+    changes = [c for i in members if (c := change_of(rows[i], when, metric)) is not None]
+    cut = {unit: all_or_none([rows[i].get(_CUT[unit]) for i in members]) for unit in UNITS}
     return Point(asked, members, cut, pair(scores), pair(changes))
 
 

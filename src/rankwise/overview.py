@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rankwise import published
-from rankwise.summary import DELTAS, Row, curves, delta_table
+from rankwise.curves import DELTAS, Row, panel_key
+from rankwise.summary import curves, delta_table
 from rankwise.tabular import Content, Number, Tab
 
 PAPER = "paper"
@@ -19,8 +20,8 @@ def tables(rows: Iterable[Row], deltas: Sequence[float] = DELTAS, paper: bool = 
     every = list(rows)
     failed = [row for row in every if row["status"] == "failed"]
     found: list[Tab] = []
-    for model, data in dict.fromkeys((row["model"], row["data"]) for row in every if row["status"] == "done"):
-        mine = [row for row in every if (row["model"], row["data"]) == (model, data)]
+    for panel in dict.fromkeys(panel_key(row) for row in every if row["status"] == "done"):
+        mine = [row for row in every if panel_key(row) == panel]
         known = _records(mine[0]) if paper else []
         rounds = [row for row in mine if row["mode"] == "iterate"]
         shots = [row for row in mine if row["mode"] != "iterate"]

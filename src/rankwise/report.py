@@ -22,7 +22,6 @@ from rankwise.errors import RankwiseError, need
 from rankwise.plan import Plan
 from rankwise.table import Progress
 
-FORMAT = 1
 MOST_PLANS = 40  # of one line of one panel
 PLAN_BYTES = 4_000_000  # of all plans together; above it, fewer of each line
 SPECTRA_BYTES = 2_000_000
@@ -45,7 +44,7 @@ def write_report(
     """
     plotly = need("plotly.offline", extra="report", purpose="a report")
     say = progress or _quietly
-    rows = read_rows(folder, say)
+    rows = results.read_rows(folder, say)
     if not rows:
         raise RankwiseError(f"{folder} has no result rows: give a folder that `rankwise run` or `rankwise demo` wrote")
     content = page_content(
@@ -67,48 +66,6 @@ def write_report(
 
 def _quietly(name: str, done: int, total: int) -> None:
     pass
-
-
-def read_rows(folder: Path, say: Progress = _quietly) -> list[dict[str, Any]]:
-    """RESULTS/rows/*.json, by name. Rows of another kind (a single training, say) are passed over."""
-    place = folder / "rows"
-    if not place.is_dir():
-        raise RankwiseError(
-            f"{folder} has no folder 'rows': give a folder that `rankwise run` or `rankwise demo` wrote"
-        )
-    found = []
-    paths = sorted(place.glob("*.json"))
-    for at, path in enumerate(paths):
-        say("rows", at, len(paths))
-        row = jsonio.parse(jsonio.read(path), str(path))
-        if row.get("kind") == "cell":
-            jsonio.check_format(row, FORMAT, str(path))
-            found.append(_checked(row, str(path)))
-    return found
-
-
-def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Refuse what could not be drawn: a score that is a text, say. Keys that nobody knows are shown as they are."""
-    if row.get("status") not in ("done", "failed"):
-        raise RankwiseError(f"'status' of {where} must be done or failed, and it is {row.get('status')!r}")
-    for key in ("cell", "model", "data", "method", "label", "unit", "mode", "study", "split", "plan", "spectra"):
-        if row.get(key) is not None:
-            jsonio.typed(row[key], str, f"{key!r} of {where}")
-    for key in ("asked", "CR-P", "CR-F"):
-        if row.get(key) is not None:
-            jsonio.typed(row[key], float, f"{key!r} of {where}")
-    for key, inner in (
-        ("reference", ("top1", "miou", "n")),
-        ("compressed", ("top1", "miou")),
-        ("retrained", ("top1", "miou")),
-        ("retrain", ("share",)),
-    ):
-        if row.get(key) is not None:
-            body = jsonio.typed(row[key], dict, f"{key!r} of {where}")
-            for name in inner:
-                if body.get(name) is not None:
-                    jsonio.typed(body[name], float, f"{name!r} in {key!r} of {where}")
-    return row
 
 
 def page_content(

@@ -16,6 +16,7 @@ import torch
 
 from rankwise import jsonio
 from rankwise.errors import RankwiseError
+from rankwise.table import Progress
 from rankwise.version import __version__
 
 FORMAT = 1
@@ -24,6 +25,18 @@ _NEEDED: dict[str, type] = dict.fromkeys(("study", "cell", "mode", "model", "dat
 _MEASURED: dict[str, type] = {
     **dict.fromkeys(("asked", "CR-P"), float),
     **dict.fromkeys(("keep", "reference", "compressed", "retrain"), dict),
+}
+_PERHAPS: dict[str, type] = {
+    **dict.fromkeys(("dataset", "split", "unit", "plan", "spectra"), str),
+    "CR-F": float,
+    "retrained": dict,
+}
+_NUMBERS = {
+    "keep": ("params", "macs"),
+    "reference": ("top1", "top5", "miou", "n"),
+    "compressed": ("top1", "top5", "miou"),
+    "retrained": ("top1", "top5", "miou"),
+    "retrain": ("share", "epochs"),
 }
 
 
@@ -68,7 +81,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_rows(folder: str | Path) -> list[dict[str, Any]]:
+def read_rows(folder: str | Path, progress: Progress | None = None) -> list[dict[str, Any]]:
     """The rows of a study, from FOLDER/rows or FOLDER itself; what is no row of a study is passed over.
 
     Networks and methods come in the order of FOLDER/study.json, if there is one, and otherwise by name.
@@ -77,9 +90,13 @@ def read_rows(folder: str | Path) -> list[dict[str, Any]]:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise RankwiseError(f"{folder} is not a folder: give one that `rankwise run` wrote")
+        raise RankwiseError(f"{folder} is not a folder: give one that `rankwise run` or `rankwise demo` wrote")
     place = root / ROWS if (root / ROWS).is_dir() else root
-    found = [_read_row(path) for path in sorted(place.glob("*.json"))]
+    paths, found = sorted(place.glob("*.json")), []
+    for at, path in enumerate(paths):
+        if progress is not None:
+            progress(ROWS, at, len(paths))
+        found.append(_read_row(path))
     order = _order(root / "study.json")
     return sorted((row for row in found if row is not None), key=lambda row: [order(row["model"]), order(row["label"])])
 
@@ -96,18 +113,24 @@ def _order(path: Path) -> Callable[[str], int]:
 
 
 def _read_row(path: Path) -> dict[str, Any] | None:
-    row = jsonio.parse(jsonio.read(path), str(path))
+    """Refuse what could not be compared or drawn: a score that is a text, say. Keys that nobody knows stay."""
+    row, where = jsonio.parse(jsonio.read(path), str(path)), str(path)
     if row.get("kind") != "cell":
         return None
-    jsonio.check_format(row, FORMAT, str(path))
-    for key, kind in _NEEDED.items():
-        jsonio.field(row, key, kind, str(path))
-    status = jsonio.field(row, "status", str, str(path))
-    if status == "done":
-        for key, kind in _MEASURED.items():
-            jsonio.field(row, key, kind, str(path))
-    elif status == "failed":
-        jsonio.field(row, "error", str, str(path))
-    else:
-        raise RankwiseError(f"{path} has the status {status!r}: it is done or failed; restore it or remove it")
+    jsonio.check_format(row, FORMAT, where)
+    status = jsonio.field(row, "status", str, where)
+    if status not in ("done", "failed"):
+        raise RankwiseError(
+            f"'status' of {where} must be done or failed, and it is {status!r}: restore it or remove it"
+        )
+    for key, kind in {**_NEEDED, **(_MEASURED if status == "done" else {"error": str})}.items():
+        jsonio.field(row, key, kind, where)
+    for key, kind in _PERHAPS.items():
+        if row.get(key) is not None:
+            jsonio.typed(row[key], kind, f"{key!r} of {where}")
+    for key, names in _NUMBERS.items():
+        body = row.get(key) or {}
+        for name in names:
+            if body.get(name) is not None:
+                jsonio.typed(body[name], float, f"{name!r} in {key!r} of {where}")
     return row

@@ -15,6 +15,7 @@ import typer
 from rich.table import Table as Grid
 
 from rankwise import cluster, runner, show
+from rankwise.curves import DELTAS
 from rankwise.errors import RankwiseError
 from rankwise.estimate import Estimate, estimate
 from rankwise.options import JsonOpt
@@ -22,7 +23,6 @@ from rankwise.overview import tables
 from rankwise.results import read_rows
 from rankwise.study import Cell, Study, asks, fill_in
 from rankwise.study_file import read_study
-from rankwise.summary import DELTAS
 from rankwise.tabular import RENDER
 
 

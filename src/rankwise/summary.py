@@ -1,4 +1,4 @@
-"""What the rows of a study say together: curves over repeats, and the most that can be removed for a given loss.
+"""Curves and δ-tables as plain dicts, for tables in text and for your own scripts; what they say is from curves.py.
 
 As in the paper, nothing is interpolated: the ratios are those of networks that were measured. In its one-shot tables
 the curves are averaged over repeats first, and the largest CR-P whose mean change is at least −δ is taken, with the
@@ -8,52 +8,17 @@ are averaged (its 3.33 is the mean of 0, 0 and 10). `average` chooses between th
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from rankwise.curves import DELTAS, Line, Pair, Panel, Point, Row, Stage, all_or_none, change_of, panels
+from rankwise.curves import delta_table as largest
 from rankwise.errors import RankwiseError
 
-DELTAS = (0.0, 0.5, 1.0, 2.0, 3.0)
 AVERAGES = ("curves", "repeats")
-_ROUNDING = 1e-9  # a change of −0.5 computed in floating point is still within 0.5
-_ABOUT = ("model", "data", "dataset", "split", "unit", "method", "label")
+_ABOUT = ("model", "data", "dataset", "split", "unit", "method", "label", "mode")
 _NOTHING = {"change": None, "top5": None, "CR-P": None, "CR-F": None, "asked": None, "n": 0}
-Row = dict[str, Any]
-
-
-def metric_of(row: Row) -> str:
-    """`miou` for segmentation, else `top1`."""
-    return "miou" if row["reference"].get("miou") is not None else "top1"
-
-
-def final(row: Row) -> dict[str, Any]:
-    """The scores at the end: after retraining, where there was one."""
-    return dict(row.get("retrained") or row["compressed"])
-
-
-def change_of(row: Row, metric: str | None = None) -> float | None:
-    """Points gained (lost, if negative) against the reference of the same repeat."""
-    name = metric or metric_of(row)
-    after, before = final(row).get(name), row["reference"].get(name)
-    return None if after is None or before is None else float(after) - float(before)
-
-
-def with_compressed(rows: Iterable[Row]) -> list[Row]:
-    """The rows that are done, and for every retrained one what it was before, unless a row of the study says that."""
-    done = [row for row in rows if row["status"] == "done"]
-    have = {_place(row) for row in done if not row["retrain"]["share"]}
-    before = [
-        {**{k: v for k, v in row.items() if k != "retrained"}, "retrain": {"share": 0.0, "epochs": 0}}
-        for row in done
-        if "retrained" in row and row["mode"] != "iterate"
-    ]
-    unique = {_place(row): row for row in before if _place(row) not in have}
-    return done + list(unique.values())
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    return (row["model"], row["data"], row["label"], row["unit"], row["asked"], row["repeat"])
 
 
 def curves(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -68,57 +33,55 @@ def curves(rows: Iterable[Row]) -> list[dict[str, Any]]:
     Points go from much kept to little. The deviation is that of a sample (n − 1), None for a single repeat. A study
     that only retrains has curves of share 0, too: the same networks before they were retrained.
     """
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in with_compressed(rows):
-        groups.setdefault(_curve_of(row), []).append(row)
-    found = []
-    for key, mine in groups.items():
-        asked = sorted({row["asked"] for row in mine}, reverse=True)
-        points = [_point([row for row in mine if row["asked"] == keep]) for keep in asked]
-        about = {**dict(zip(_ABOUT, key, strict=False)), "mode": mine[0]["mode"]}
-        share = {"share": key[-1], "epochs": mine[0]["retrain"]["epochs"], "metric": metric_of(mine[0])}
-        found.append({**about, **share, "points": points})
-    return found
+    every = list(rows)
+    return [
+        {**_about(every, panel, stage, line), "points": [_point(every, panel, stage, p) for p in line.points]}
+        for panel, stage, line in _lines(every)
+    ]
 
 
-def _curve_of(row: Row) -> tuple[Any, ...]:
-    """What tells the curve of a row from others. Rounds of an iteration are no one-shot networks."""
-    return (*(row.get(key) for key in _ABOUT), row["mode"] == "iterate", row["retrain"]["share"])
+def _lines(rows: list[Row]) -> Iterator[tuple[Panel, Stage, Line]]:
+    yield from ((panel, stage, line) for panel in panels(rows) for stage in panel.stages for line in stage.lines)
 
 
-def _point(rows: list[Row]) -> dict[str, Any]:
-    metric = metric_of(rows[0])
-    retrained = [row["retrained"][metric] for row in rows if "retrained" in row]
-    changes = [change_of(row) for row in rows]
+def _about(rows: list[Row], panel: Panel, stage: Stage, line: Line) -> dict[str, Any]:
+    """What is said once for a curve. A network that was not retrained has share 0, whatever came of it later."""
+    first = rows[line.points[0].rows[0]]
+    retrain = first["retrain"] if stage.when == "retrained" else {"share": 0.0, "epochs": 0}
+    share = {"share": retrain.get("share"), "epochs": retrain.get("epochs"), "metric": panel.metric}
+    return {**{key: first.get(key) for key in _ABOUT}, **share}
+
+
+def _point(rows: list[Row], panel: Panel, stage: Stage, point: Point) -> dict[str, Any]:
+    mine = [rows[i] for i in point.rows]
+    scored = ("reference", "compressed", *(["retrained"] if stage.when == "retrained" else []))
+    scores = {when: all_or_none([(row.get(when) or {}).get(panel.metric) for row in mine]) for when in scored}
     return {
-        "asked": rows[0]["asked"],
-        "round": rows[0].get("round"),
-        "n": len(rows),
-        "CR-P": statistics.fmean(row["CR-P"] for row in rows),
-        "CR-F": _mean([row["CR-F"] for row in rows]),
-        "keep": {unit: _mean([row["keep"][unit] for row in rows]) for unit in ("params", "macs")},
-        "reference": spread([row["reference"][metric] for row in rows]),
-        "compressed": spread([row["compressed"][metric] for row in rows]),
-        "retrained": spread(retrained) if retrained else None,
-        "final": spread([final(row)[metric] for row in rows]),
-        "change": spread([c for c in changes if c is not None]),
-        "top5": spread([c for c in (change_of(row, "top5") for row in rows) if c is not None]),
+        "asked": point.asked,
+        "round": mine[0].get("round"),
+        "n": len(mine),
+        "CR-P": _mean(point.cut["params"]),
+        "CR-F": _mean(point.cut["macs"]),
+        "keep": {unit: _mean(all_or_none([row["keep"].get(unit) for row in mine])) for unit in ("params", "macs")},
+        "reference": _spread(scores["reference"]),
+        "compressed": _spread(scores["compressed"]),
+        "retrained": _spread(scores.get("retrained")),
+        "final": _spread(point.score),
+        "change": _spread(point.change),
+        "top5": _spread(_top5(mine, stage)),
     }
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.fmean(known) if len(known) == len(values) and known else None
+def _top5(rows: list[Row], stage: Stage) -> Pair | None:
+    return all_or_none([change_of(row, stage.when, "top5") for row in rows])
 
 
-def spread(values: Sequence[float]) -> dict[str, float | None] | None:
-    """
-    >>> spread([1.0, 3.0])
-    {'mean': 2.0, 'std': 1.4142135623730951}
-    """
-    if not values:
-        return None
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
+def _spread(found: Pair | None) -> dict[str, float | None] | None:
+    return None if found is None else {"mean": found[0], "std": found[1]}
+
+
+def _mean(found: Pair | None) -> float | None:
+    return None if found is None else found[0]
 
 
 def delta_table(rows: Iterable[Row], deltas: Sequence[float] = DELTAS, average: str = "curves") -> list[dict[str, Any]]:
@@ -134,49 +97,44 @@ def delta_table(rows: Iterable[Row], deltas: Sequence[float] = DELTAS, average: 
     """
     if average not in AVERAGES:
         raise RankwiseError(f"average={average!r} was given: possible are {', '.join(AVERAGES)}")
-    every = with_compressed(rows)
-    found = []
-    for curve in curves(every):
-        key = (*(curve[k] for k in _ABOUT), curve["mode"] == "iterate", curve["share"])
-        mine = [row for row in every if _curve_of(row) == key]
-        about = {k: curve[k] for k in (*_ABOUT, "mode", "share", "metric") if k != "split"}
-        for delta in deltas:
-            most = _most_of_curve(curve, delta) if average == "curves" else _most_of_repeats(mine, delta)
-            found.append({**about, "delta": float(delta), **most, "repeats": len({row["repeat"] for row in mine})})
-    return _mark_best(found)
+    every = list(rows)
+    parts = [every]
+    if average == "repeats":
+        parts = [[row for row in every if row.get("repeat") == one] for one in {row.get("repeat"): 0 for row in every}]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for part in parts:
+        for key, entry in _entries(part, deltas):
+            groups.setdefault(key, []).append(entry)
+    return _mark_best([_joined(group) if average == "repeats" else group[0] for group in groups.values()])
 
 
-def _most_of_curve(curve: dict[str, Any], delta: float) -> dict[str, Any]:
-    able = [p for p in curve["points"] if p["change"]["mean"] >= -delta - _ROUNDING]
-    if not able:
-        return dict(_NOTHING)
-    best = max(able, key=lambda p: p["CR-P"])
-    top5 = None if best["top5"] is None else best["top5"]["mean"]
-    kept = {key: best[key] for key in ("CR-P", "CR-F", "asked", "n")}
-    return {"change": best["change"]["mean"], "top5": top5, **kept}
+def _entries(rows: list[Row], deltas: Sequence[float]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Entries of the table, by the means over all rows, each with what tells its curve and its δ from others."""
+    for panel, stage, line in _lines(rows):
+        (picked,) = largest(replace(stage, lines=(line,)), "params", deltas)
+        about = {k: v for k, v in _about(rows, panel, stage, line).items() if k not in ("split", "epochs")}
+        repeats = len({rows[i].get("repeat") for point in line.points for i in point.rows})
+        curve = panel.study, panel.model, panel.data, panel.split, line.label, line.unit, line.mode, stage.title
+        for delta, at in zip(deltas, picked, strict=True):
+            most = _NOTHING if at is None else _most(rows, stage, line.points[at])
+            yield (*curve, delta), {**about, "delta": float(delta), **most, "repeats": repeats}
 
 
-def _most_of_repeats(rows: list[Row], delta: float) -> dict[str, Any]:
-    repeats = sorted({row["repeat"] for row in rows})
-    picked = []
-    for repeat in repeats:
-        mine = [(change_of(row), row) for row in rows if row["repeat"] == repeat]
-        able = [row for change, row in mine if change is not None and change >= -delta - _ROUNDING]
-        if able:
-            picked.append(max(able, key=lambda r: r["CR-P"]))
-    if not picked:
-        return dict(_NOTHING)
-    all_there = len(picked) == len(repeats)
-    flops = [row["CR-F"] for row in picked]
-    return {
-        # A repeat without such a network has no change that could be averaged.
-        "change": _mean([change_of(row) for row in picked]) if all_there else None,
-        "top5": _mean([change_of(row, "top5") for row in picked]) if all_there else None,
-        "CR-P": sum(row["CR-P"] for row in picked) / len(repeats),
-        "CR-F": None if None in flops else sum(flops) / len(repeats),
-        "asked": None,
-        "n": len(picked),
-    }
+def _most(rows: list[Row], stage: Stage, point: Point) -> dict[str, Any]:
+    top5 = _mean(_top5([rows[i] for i in point.rows], stage))
+    cut = {"CR-P": _mean(point.cut["params"]), "CR-F": _mean(point.cut["macs"])}
+    return {"change": point.change[0], "top5": top5, **cut, "asked": point.asked, "n": len(point.rows)}
+
+
+def _joined(group: list[dict[str, Any]]) -> dict[str, Any]:
+    """One entry from those of single repeats: a repeat without such a network counts as 0 and has no change."""
+    picked = [entry for entry in group if entry["n"]]
+    share = len(picked) / len(group)
+    means: dict[str, float | None] = {}
+    for key in ("change", "top5", "CR-P", "CR-F"):
+        mean = _mean(all_or_none([entry[key] for entry in picked]))
+        means[key] = None if mean is None or (share < 1 and key in ("change", "top5")) else share * mean
+    return {**group[0], **means, "asked": None, "n": len(picked), "repeats": len(group)}
 
 
 def _mark_best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
