@@ -5,7 +5,7 @@
 FOLDER holds {train,test}.parquet of CIFAR-10. Plans are those of `auto` with 1,024 training images without labels. A
 forecast must look at inputs that are new to the network, so it sees N images of the first half of the test set, and the
 network that is built is scored on the other half: nothing that is predicted is measured on what it was predicted from.
-With --out, the networks are kept there.
+With --out, the networks are kept there, and those that are there already are not made again.
 """
 
 from __future__ import annotations
@@ -51,9 +51,13 @@ def main() -> None:
     for unit, removed in [(u, r) for u in REMOVED for r in REMOVED[u]]:
         plan, looked = plan_for(rw.Budget(**{unit: 1 - removed / 100}))
         expected = forecast(model, plan, looked, seen, args.images)
-        small, plan = build_network(model, plan, looked)
-        if args.out is not None:
-            rw.save(small, plan, args.out / f"{unit}{removed}")
+        kept = None if args.out is None else args.out / f"calibration-{unit}{removed}"
+        if kept is not None and kept.exists() and rw.Plan.load(kept / "plan.json").choices == plan.choices:
+            small = rw.load(kept, model)
+        else:
+            small, plan = build_network(model, plan, looked)
+            if kept is not None:
+                rw.save(small, plan, kept)
         drop, error = lost(model, small, kept)
         cut = [100 * (1 - plan.keep(u)) for u in ("params", "macs")]
         inside = "yes" if expected.low <= drop <= expected.high else "no"
