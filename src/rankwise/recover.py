@@ -1,8 +1,12 @@
 """Recovery: a short distillation of the original network into the compressed one, on inputs without labels.
 
-The outputs of the original network are the targets; what is minimised is the squared difference, relative to the
-outputs' variance, by Adam with a rate that falls to zero (cosine). Batch norms keep their statistics and dropout is
-off: the networks are compared as they will be used.
+The outputs of the original network are the targets, and so are those of each of its layers that were replaced:
+
+    ‖out − out°‖² / Var(out°)  +  mean over replaced layers of ‖y − y°‖² / Var(y°)
+
+is minimised by Adam with a rate that falls to zero (cosine). The layers say more of an image than the few numbers at
+the end of the network do. Batch norms keep their statistics and dropout is off: the networks are compared as they will
+be used.
 
 A few hundred images are soon known by heart. So half of the images of a batch are mirrored, all are moved by up to an
 eighth of their sides (what comes in at the border is reflected), and half are mixed with another one,
@@ -13,7 +17,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +27,7 @@ from torch.nn import functional as F
 
 from rankwise.errors import RankwiseError
 from rankwise.forward import run_example, tensors_of, undisturbed
+from rankwise.modules import mark_of
 from rankwise.probe import batches, check_some
 from rankwise.surgery import copy_model
 
@@ -120,15 +126,66 @@ def _step_(
             batch = batch[torch.randperm(len(batch), generator=random)[:BATCH]]
         if batch.ndim == 4 and batch.is_floating_point():
             batch = varied(batch, random).contiguous(memory_format=torch.channels_last)
-    with undisturbed(original):
+    known = dict(original.named_modules())
+    names = [name for name, module in small.named_modules() if mark_of(module) is not None and name in known]
+    with undisturbed(original), _outputs(original, names) as layers:
         wanted = _answers(run_example(original, batch))
-    given = _answers(run_example(small, batch))
+    with _errors(small, layers) as errors:
+        given = _answers(run_example(small, batch))
     parts = [(a.float() - b.to(a.device).float()).square().sum() for a, b in zip(given, wanted, strict=True)]
     loss = torch.stack(parts).sum() / (len(wanted[0]) * scale)
+    if errors:
+        loss = loss + torch.stack(errors).mean()
     optimiser.zero_grad()
     torch.autograd.backward(loss)
     optimiser.step()
     return float(loss.detach())
+
+
+@contextmanager
+def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """What layers give, call by call; copies, since what follows may work in place."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def watch(name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                found[name].append(output.detach().clone())
+
+        return model.get_submodule(name).register_forward_hook(hook)
+
+    handles = [watch(name) for name in names]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _errors(model: nn.Module, wanted: dict[str, list[Tensor]]) -> Iterator[list[Tensor]]:
+    """‖y − y°‖² / Var(y°) for every call of a layer while the model runs."""
+    found: list[Tensor] = []
+
+    def watch(name: str) -> Any:
+        left = iter(wanted[name])
+
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            there = next(left, None)
+            if there is not None and isinstance(output, Tensor) and output.shape == there.shape:
+                there = there.to(output.device, torch.float32)
+                energy = there.square().sum()
+                spread = (there - there.mean(0)).square().sum().clamp_min(1e-6 * energy)
+                found.append((output.float() - there).square().sum() / spread.clamp_min(1e-30))
+
+        return model.get_submodule(name).register_forward_hook(hook)
+
+    handles = [watch(name) for name in wanted]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def varied(images: Tensor, random: torch.Generator) -> Tensor:
