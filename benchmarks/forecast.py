@@ -51,13 +51,13 @@ def main() -> None:
     for unit, removed in [(u, r) for u in REMOVED for r in REMOVED[u]]:
         plan, looked = plan_for(rw.Budget(**{unit: 1 - removed / 100}))
         expected = forecast(model, plan, looked, seen, args.images)
-        kept = None if args.out is None else args.out / f"calibration-{unit}{removed}"
-        if kept is not None and kept.exists() and rw.Plan.load(kept / "plan.json").choices == plan.choices:
-            small = rw.load(kept, model)
+        folder = None if args.out is None else args.out / f"calibration-{unit}{removed}"
+        if folder is not None and folder.exists() and rw.Plan.load(folder / "plan.json").choices == plan.choices:
+            small = rw.load(folder, model)
         else:
             small, plan = build_network(model, plan, looked)
-            if kept is not None:
-                rw.save(small, plan, kept)
+            if folder is not None:
+                rw.save(small, plan, folder)
         drop, error = lost(model, small, kept)
         cut = [100 * (1 - plan.keep(u)) for u in ("params", "macs")]
         inside = "yes" if expected.low <= drop <= expected.high else "no"
