@@ -1,21 +1,27 @@
 """`auto` on the pretrained CIFAR-10 ResNet20: on imagined inputs and on calibration images, full test set.
 
     python benchmarks/auto.py --data FOLDER [--weights FILE] [--mode imagined|calibration] [--unit params|macs]
+        [--removed PERCENT ...] [--recover STEPS] [--out FOLDER]
 
 FOLDER holds {train,test}.parquet of CIFAR-10. Calibration is on 1,024 training images without their labels. Nothing is
 chosen by looking at the test set. The table of effects is made once for a mode; every budget is planned, fitted and
-scored.
+scored, and scored again after so many steps of recovery on the same inputs. With --out the networks are kept there, and
+those that are there already are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import SHARED, machine, say
+from torch import nn
 
 import rankwise as rw
 from rankwise import data, networks
@@ -25,11 +31,13 @@ from rankwise.evaluate import evaluate
 from rankwise.job import IMAGINED
 from rankwise.methods import AUTO
 from rankwise.probe import batches
+from rankwise.recover import recover_
 from rankwise.refit import apply_fitted
 from rankwise.search import find_plan
 
 REMOVED = {"params": (15, 25, 30, 35, 40, 45, 50, 60, 70, 80), "macs": (15, 25, 35, 40, 45, 50, 55, 60)}  # %
 IMAGES = 1024
+EXAMPLE = torch.zeros(1, 3, 32, 32)
 
 
 def main() -> None:
@@ -38,6 +46,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "resnet20-cifar10.safetensors")
     parser.add_argument("--mode", choices=("imagined", "calibration"), action="append")
     parser.add_argument("--unit", choices=tuple(REMOVED), action="append")
+    parser.add_argument("--removed", type=int, action="append", help="percent, instead of all")
+    parser.add_argument("--recover", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = networks.build("resnet20")
     networks.load_weights_(model, args.weights)
@@ -47,29 +58,55 @@ def main() -> None:
     say(f"n = {len(test):,} test images, before: {base:.2f} %; {machine()}\n")
     say("| inputs | budget | CR-P % | CR-F % | change in top-1 | predicted effect | seconds to plan and fit |")
     say("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    example = torch.zeros(1, 3, 32, 32)
-    coverage = rw.find_layers(model, example)
-    settings = replace(AUTO, error="effect", decompositions=("whitened", "svd"))
     for mode in args.mode or ("imagined", "calibration"):
-        start = time.perf_counter()
-        if mode == "imagined":
-            inputs, least = imagine(model, example, coverage.macs), IMAGINED
-        else:
-            inputs, least = list(batches(data.load(f"parquet:{args.data}", "fit").thin(IMAGES))), 0.0
-        table, influence = effect_table(model, coverage, settings, inputs or [], least=least)
-        prepared = time.perf_counter() - start
-        for unit, removed in [(u, r) for u in args.unit or REMOVED for r in REMOVED[u]]:
-            start = time.perf_counter()
-            plan = find_plan(table, rw.Budget(**{unit: 1 - removed / 100}), settings, "auto", "resnet20")
-            small = apply_fitted(model, plan, inputs or [], influence, least=least)
-            seconds = prepared + time.perf_counter() - start
-            cut = [100 * (1 - plan.keep(u)) for u in ("params", "macs")]
-            change = evaluate(small, test).top1 - base
+        fitted = fitter(model, mode, args.data)
+        for unit, removed in [(u, r) for u in args.unit or REMOVED for r in args.removed or REMOVED[u]]:
+            kept = None if args.out is None else args.out / f"{mode}-{unit}{removed}"
+            if kept is not None and kept.exists():
+                small, plan, seconds = rw.load(kept, model), rw.Plan.load(kept / "plan.json"), "not measured"
+            else:
+                small, plan, seconds = fitted(rw.Budget(**{unit: 1 - removed / 100}))
+                if kept is not None:
+                    rw.save(small, plan, kept)
+            told = f"{unit} −{removed} % | " + " | ".join(f"{100 * (1 - plan.keep(u)):.1f}" for u in ("params", "macs"))
             effect = plan.search["objective"]
-            say(
-                f"| {mode} | {unit} −{removed} % | {cut[0]:.1f} | {cut[1]:.1f} | {change:+.2f} | {effect:.4f} "
-                f"| {seconds:.0f} |"
-            )
+            say(f"| {mode} | {told} | {evaluate(small, test).top1 - base:+.2f} | {effect:.4f} | {seconds} |")
+            if args.recover:
+                start = time.perf_counter()
+                recover_(small, model, inputs_for(model, mode, args.data), args.recover)
+                seconds = f"{time.perf_counter() - start:.0f} for recovery alone"
+                say(f"| {mode}, recovered | {told} | {evaluate(small, test).top1 - base:+.2f} | | {seconds} |")
+                if kept is not None:
+                    rw.save(small, plan, kept.with_name(f"{kept.name}-recovered{args.recover}"))
+
+
+def inputs_for(model: nn.Module, mode: str, folder: str) -> list[Any]:
+    """Imagined images, or calibration images without their labels."""
+    if mode == "imagined":
+        return list(imagine(model, EXAMPLE, rw.find_layers(model, EXAMPLE).macs) or [])
+    return list(batches(data.load(f"parquet:{folder}", "fit").thin(IMAGES)))
+
+
+def fitter(model: nn.Module, mode: str, folder: str) -> Callable[[rw.Budget], tuple[nn.Module, rw.Plan, str]]:
+    """From a budget to a fitted network, its plan, and the seconds for table, plan and fit; the table is made once."""
+    settings = replace(AUTO, error="effect", decompositions=("whitened", "svd"))
+    least = IMAGINED if mode == "imagined" else 0.0
+
+    @cache
+    def prepared() -> tuple[list[Any], Any, Any, float]:
+        start = time.perf_counter()
+        inputs = inputs_for(model, mode, folder)
+        table, influence = effect_table(model, rw.find_layers(model, EXAMPLE), settings, inputs, least=least)
+        return inputs, table, influence, time.perf_counter() - start
+
+    def fitted(budget: rw.Budget) -> tuple[nn.Module, rw.Plan, str]:
+        inputs, table, influence, before = prepared()
+        start = time.perf_counter()
+        plan = find_plan(table, budget, settings, "auto", "resnet20")
+        small = apply_fitted(model, plan, inputs, influence, least=least)
+        return small, plan, f"{before + time.perf_counter() - start:.0f}"
+
+    return fitted
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ FLOORS = [
     "modules pairs narrow forward coverage surgery fuse layout checkpoint graph trials channels",
     "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file "
     "stopwatch multiple settle merge methods job",
-    "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state train lc "
-    "material",
+    "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state teach train "
+    "lc material",
     "results pipeline curves embed store study study_file reference cell cluster runner estimate published summary "
     "tabular overview",
     "charts report demo options flags show live train_cli report_cli study_cli export bench deploy_cli "

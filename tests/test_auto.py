@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.linalg import LinAlgError
+from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise import data as images
@@ -21,7 +22,8 @@ from rankwise import dream, effects, influence, networks, refit
 from rankwise.__main__ import main
 from rankwise.evaluate import evaluate
 from rankwise.influence import influences
-from rankwise.job import build_network, seen_for
+from rankwise.job import build_network, planner, seen_for
+from rankwise.methods import AUTO
 from rankwise.search import Settings
 from rankwise.train import fit_
 from sentences import check_sentence
@@ -655,6 +657,31 @@ def test_layers_are_fitted_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
         fewer, _ = rw.compress(model, x[:1], keep=0.5, data=[x])
         assert order == wanted
         assert moved(model, small, x) <= moved(model, fewer, x) < moved(model, as_svd(model, plan), x)
+
+
+def test_what_follows_a_layer_is_not_run_to_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both networks only what leads to a layer, and the same network as if all had run."""
+    model = seeded(Backwards)
+    x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
+    parts = list(x.split(40))
+    make = planner(model, x[:1], rw.find_layers(model, x[:1]), AUTO, "auto", "", parts, free=True)
+    plan, seen = make(rw.Budget(params=0.5))
+    assert {c.name for c in plan.choices} == {"first", "second", "third"}
+    runs, forward = 0, F.linear
+
+    def counted(*given: Any) -> Tensor:
+        nonlocal runs
+        runs += given[1] is model.third.weight  # type: ignore[union-attr]
+        return forward(*given)
+
+    monkeypatch.setattr(F, "linear", counted)
+    small, _ = build_network(model, plan, seen)
+    first_batches = 3  # one for each layer, where the original network shows how often it is called
+    assert runs == 1 + first_batches + len(parts) - 1  # and one to find the order
+    real = refit._calls
+    monkeypatch.setattr(refit, "_calls", lambda network, layers, often: real(network, layers, {}))
+    whole, _ = build_network(model, plan, seen)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), small.parameters(), strict=True))
 
 
 def test_operations_in_place_do_not_spoil_the_fit(plain: nn.Module, seen: list[Tensor]) -> None:

@@ -18,7 +18,7 @@ from rankwise import networks
 from rankwise.budget import Budget
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.evaluate import evaluate
-from rankwise.forecast import Forecast, can_forecast, forecast
+from rankwise.forecast import Forecast, can_forecast, forecast, temperature
 from rankwise.job import Planner, Seen, build_network, planner
 from rankwise.methods import AUTO
 from rankwise.plan import Plan
@@ -67,6 +67,16 @@ def test_what_is_measured_lies_in_the_interval(trained: nn.Module, planned: Plan
     expected = forecast(trained, plan, seen, test)
     small, _ = build_network(trained, plan, seen)
     assert expected.low <= evaluate(trained, test).top1 - evaluate(small, test).top1 <= expected.high
+
+
+@pytest.mark.parametrize("wanted", [0.3, 1.0, 2.5, 10.0])
+def test_the_temperature_is_found(wanted: float) -> None:
+    """Labels drawn from softmax(logits / T) give back T, up to what chance leaves open."""
+    random = torch.Generator().manual_seed(0)
+    logits = 4 * wanted * torch.randn(20_000, 6, generator=random, dtype=torch.float64)
+    labels = torch.multinomial((logits / wanted).softmax(1), 1, generator=random)[:, 0]
+    assert temperature(logits, labels) == pytest.approx(wanted, rel=0.05)
+    assert temperature(7 * logits, labels) == pytest.approx(7 * temperature(logits, labels), rel=0.01)
 
 
 def test_a_forecast_leaves_no_trace(trained: nn.Module, planned: Planner) -> None:

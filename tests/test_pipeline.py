@@ -168,6 +168,26 @@ class TestRetrain:
             lambda: pipeline.retrain(compressed, run(tmp_path / "c", endless))
         )
 
+    def test_a_teacher_is_a_part_of_what_is_resumed(self, trained: Path, compressed: Path, tmp_path: Path) -> None:
+        recipe = change(SHORT, {"epochs": 2, "retrain": 2})
+        plain = pipeline.retrain(compressed, run(tmp_path / "plain", recipe))
+        taught = pipeline.retrain(compressed, run(tmp_path / "file", recipe, teacher=trained / "model.safetensors"))
+        pipeline.retrain(compressed, run(tmp_path / "folder", recipe, teacher=trained))
+        assert "teacher" not in plain
+        assert taught["teacher"] == str(trained / "model.safetensors")
+        assert tensors(tmp_path / "plain") != tensors(tmp_path / "file") == tensors(tmp_path / "folder")
+        stopped = run(tmp_path / "r", recipe, teacher=trained, watch=StopAt(0, None))
+        with pytest.raises(Stop):
+            pipeline.retrain(compressed, stopped)
+        later = replace(stopped, watch=None, resume=True)
+        assert "teacher" in check_sentence(lambda: pipeline.retrain(compressed, replace(later, teacher=None)))
+        pipeline.retrain(compressed, later)
+        assert tensors(tmp_path / "r") == tensors(tmp_path / "folder")
+
+    def test_a_teacher_must_fit(self, compressed: Path, tmp_path: Path) -> None:
+        missing = run(tmp_path / "a", teacher=tmp_path / "nowhere.safetensors")
+        assert "nowhere" in check_sentence(lambda: pipeline.retrain(compressed, missing))
+
 
 class TestIterate:
     def test_three_rounds(self, trained: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.data import load
-from rankwise.recover import recover, recover_, varied
+from rankwise.recover import MOVE, moved, recover, recover_, varied
 from sentences import check_sentence
 
 
@@ -103,6 +103,20 @@ def test_variations_are_mirrored_and_mixed_images() -> None:
     assert 150 < int((left == 0).sum()) < 450
     assert 150 < int((left == 3).sum()) < 450
     assert torch.equal(varied(ramp, torch.Generator().manual_seed(1)), varied(ramp, torch.Generator().manual_seed(1)))
+
+
+def test_images_move_by_up_to_an_eighth() -> None:
+    """Every moved image is a window of the reflected one, and every window turns up."""
+    image = torch.arange(16.0 * 24).reshape(1, 1, 16, 24)
+    down, right = 16 // MOVE, 24 // MOVE
+    wide = torch.nn.functional.pad(image, (right, right, down, down), mode="reflect")[0, 0]
+    windows = {
+        tuple(wide[i : i + 16, j : j + 24].flatten().tolist())
+        for i in range(2 * down + 1)
+        for j in range(2 * right + 1)
+    }
+    found = moved(image.expand(1000, 1, 16, 24), torch.Generator().manual_seed(0))
+    assert {tuple(one.flatten().tolist()) for one in found} == windows
 
 
 def test_bad_requests() -> None:

@@ -9,6 +9,11 @@ Two quick looks at the inputs of a split enclose what fitting gives:
 
 The second one is what to expect, on the careful side. The inputs must be new to the network: it is far surer of those
 that it was trained on.
+
+Counting who was right before and after on a few thousand inputs is too noisy for losses of a point or less: only few
+answers change, and some of them for the better. So labels are used for one number only, the temperature T at which
+p = softmax(logits / T) of the original network fits them best (Guo et al. 2017), and an answer that changes from a to b
+costs p(a) − p(b): the expected loss of accuracy, if the original network's probabilities are then right.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from rankwise.augment import IGNORED
 from rankwise.data import Split
 from rankwise.errors import RankwiseError
 from rankwise.evaluate import class_logits, mode
@@ -38,8 +45,8 @@ PIXELS = 100  # of each segmented image, drawn at random
 class Forecast:
     """Points of top-1 (of pixels for segmentation) that will be lost; `turned` percent of the answers will change.
 
-    From `low`, the first-order loss, to `high`, the one in closed form, both widened by what counting on `n` inputs
-    leaves open (95 %).
+    From `low`, the first-order loss, to `high`, the one in closed form, both widened by what chance leaves open
+    (95 %): `n` inputs were looked at, and the loss will be measured on the inputs of the whole split.
     """
 
     drop: float
@@ -64,24 +71,42 @@ def forecast(model: nn.Module, plan: Plan, seen: Seen, split: Split, most: int =
             f"the network's outputs: forecasts are for method='auto' with data, or with batch norm and an example"
         )
     trial = apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least, work=0)
-    split = split.thin(most)
+    whole, split = len(split), split.thin(most)
     random = torch.Generator().manual_seed(seed)
     before, labels, variance = _answers(model, split, torch.Generator().manual_seed(seed))
     after, _, _ = _answers(trial, split, torch.Generator().manual_seed(seed))
     power = float(plan.search["objective"]) * float(plan.search["variance"]) / variance
     size = math.sqrt(max(0.0, power * float(before.var(dim=0, unbiased=False).sum())) / before.shape[1])
+    chances = (before / temperature(before, labels)).softmax(1)
     noisy = [before + size * torch.randn(before.shape, generator=random) for _ in range(DRAWS)]
-    first = sum(_lost(before, answers, labels) for answers in noisy) / DRAWS
-    drop = _lost(before, after, labels)
+    first = sum(float(_lost(chances, before, answers).mean()) for answers in noisy) / DRAWS
+    lost = _lost(chances, before, after)
+    drop = float(lost.mean())
     turned = float((before.argmax(1) != after.argmax(1)).double().mean())
-    unsure = 196 * math.sqrt(max(turned, 1 / len(split)) / len(split))
-    return Forecast(drop, min(first, drop) - unsure, max(first, drop) + unsure, 100 * turned, len(split))
+    chance = float(lost.var(unbiased=False)) / len(split) + max(turned, 1 / whole) / whole
+    low, high = (end + sign * 1.96 * math.sqrt(chance) for end, sign in ((min(first, drop), -1), (max(first, drop), 1)))
+    return Forecast(100 * drop, 100 * low, 100 * high, 100 * turned, len(split))
 
 
-def _lost(before: Tensor, after: Tensor, labels: Tensor) -> float:
-    """Points of top-1."""
-    right, still = (float((answers.argmax(1) == labels).double().mean()) for answers in (before, after))
-    return 100 * (right - still)
+def temperature(logits: Tensor, labels: Tensor) -> float:
+    """T ≥ 0.1 with the least mean cross-entropy of softmax(logits / T); at most 100.
+
+    The cross-entropy is convex in 1/T, so thirds can be cut off until T is known to a thousandth.
+    """
+    low, high = 0.01, 10.0
+    while high - low > 1e-3 * low:
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        if float(F.cross_entropy(logits * left, labels)) <= float(F.cross_entropy(logits * right, labels)):
+            high = right
+        else:
+            low = left
+    return 2 / (low + high)
+
+
+def _lost(chances: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """For each input, how much less likely the new answer is right than the old one."""
+    old, new = (chances.gather(1, answers.argmax(1, keepdim=True))[:, 0] for answers in (before, after))
+    return old - new
 
 
 def _answers(model: nn.Module, split: Split, random: torch.Generator) -> tuple[Tensor, Tensor, float]:
@@ -96,6 +121,7 @@ def _answers(model: nn.Module, split: Split, random: torch.Generator) -> tuple[T
             if found.ndim > 2:
                 found, y = found.movedim(1, -1).flatten(0, 2), y.flatten()
                 chosen = torch.randint(len(y), (PIXELS * len(x),), generator=random)
+                chosen = chosen[y[chosen] != IGNORED]
                 found, y = found[chosen], y[chosen]
             logits.append(found)
             labels.append(y)

@@ -48,7 +48,10 @@ _WHOLE = {"keep": {"params": 1.0, "macs": 1.0}, "CR-P": 0.0, "CR-F": 0.0}
 
 @dataclass(frozen=True)
 class Run:
-    """What all steps share. `split` is scored once, at the end; `limit` trains on so many images only."""
+    """What all steps share. `split` is scored once, at the end; `limit` trains on so many images only.
+
+    `teacher` holds the weights of the network before it was compressed, a file or a folder, for retraining (`teach`).
+    """
 
     data: str
     recipe: Recipe
@@ -59,6 +62,7 @@ class Run:
     limit: int | None = None
     size: int | None = None
     watch: Watch | None = None
+    teacher: Path | None = None
 
 
 def train(spec: str, run: Run, weights: Path | None = None, target: lc.Target | None = None) -> dict[str, Any]:
@@ -105,7 +109,15 @@ def retrain(folder: Path, run: Run, base: str | None = None) -> dict[str, Any]:
     name = base or networks.architecture(str(folder))
     material = open_material(run.data, name, run.recipe.augment, run.size, run.limit)
     run = replace(run, recipe=replace(run.recipe, augment=material.augment))
-    return _retrain(small, plan, None, run, engine, material)
+    teacher = None if run.teacher is None else _teacher(run.teacher, name, engine)
+    return _retrain(small, plan, None, run, engine, material, teacher)
+
+
+def _teacher(weights: Path, spec: str, engine: Engine) -> nn.Module:
+    """The original network, with its weights from a file or from a folder that `train` wrote."""
+    teacher = networks.build(spec)
+    networks.load_weights_(teacher, weights / networks.WEIGHTS if weights.is_dir() else weights)
+    return teacher.to(engine.device).eval()
 
 
 @dataclass(frozen=True)
@@ -204,11 +216,18 @@ def _compressed(
 
 
 def _retrain(
-    small: nn.Module, plan: Plan, about: dict[str, Any] | None, run: Run, engine: Engine, material: Material
+    small: nn.Module,
+    plan: Plan,
+    about: dict[str, Any] | None,
+    run: Run,
+    engine: Engine,
+    material: Material,
+    teacher: nn.Module | None = None,
 ) -> dict[str, Any]:
     job = retraining(run.recipe, run.seed)
     what = {"kind": "retrain", "model": plan.model, "method": plan.method, "plan": checkpoint.plan_hash(plan)}
-    state = _work(small, plan, job, what, run, engine, material)
+    what |= {} if run.teacher is None else {"teacher": str(run.teacher)}
+    state = _work(small, plan, job, what, run, engine, material, teacher=teacher)
     if engine.writes:
         checkpoint.save(small, plan, run.out)
     facts = {
@@ -253,6 +272,7 @@ def _work(
     engine: Engine,
     material: Material,
     penalty: Penalty | None = None,
+    teacher: nn.Module | None = None,
 ) -> State:
     """Train from where the folder's state stands, and keep the state there."""
     identity = {**what, "data": run.data, "limit": run.limit, "seed": run.seed, "recipe": run.recipe.to_json()}
@@ -278,7 +298,7 @@ def _work(
     if kept is None and plan is not None:
         save(state)  # the plan is made once, also when the first epoch is interrupted
     watch = run.watch if engine.writes else None
-    hooks = Hooks(material.stop, watch, save, penalty, material.side, state)
+    hooks = Hooks(material.stop, watch, save, penalty, teacher, material.side, state)
     try:
         return train_(model, material.fit, job, engine, hooks)
     except RankwiseError as err:

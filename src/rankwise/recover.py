@@ -1,31 +1,40 @@
 """Recovery: a short distillation of the original network into the compressed one, on inputs without labels.
 
-The outputs of the original network are the targets; what is minimised is the squared difference, relative to the
-outputs' variance, by Adam with a rate that falls to zero (cosine). Batch norms keep their statistics and dropout is
-off: the networks are compared as they will be used.
+The outputs of the original network are the targets, and so are those of each of its layers that were replaced:
 
-A few hundred images are soon known by heart. So half of the images of a batch are mirrored, and half are mixed with
-another one, x = λ a + (1 − λ) b: whatever such a picture shows, the original network has an answer to it (Beyer et al.
-2022).
+    ‖out − out°‖² / Var(out°)  +  mean over replaced layers of ‖y − y°‖² / Var(y°)
+
+is minimised by Adam with a rate that falls to zero (cosine). The layers say more of an image than the few numbers at
+the end of the network do. Batch norms keep their statistics and dropout is off: the networks are compared as they will
+be used.
+
+A few hundred images are soon known by heart. So half of the images of a batch are mirrored, all are moved by up to an
+eighth of their sides (what comes in at the border is reflected), and half are mixed with another one,
+x = λ a + (1 − λ) b: whatever such a picture shows, the original network has an answer to it (Beyer et al. 2022).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rankwise.errors import RankwiseError
 from rankwise.forward import run_example, tensors_of, undisturbed
+from rankwise.modules import mark_of
 from rankwise.probe import batches, check_some
 from rankwise.surgery import copy_model
 
 BATCH = 128
 RATE = 1e-3
+WARM = 10  # steps in which the rate rises: Adam's first steps are as large as all others, whatever the gradients say
+MOVE = 8  # images move by up to this part of their sides
 
 Steps = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
@@ -60,11 +69,14 @@ def recover_(
     if steps < 0 or not rate > 0:
         raise RankwiseError(f"{steps} steps at rate {rate:g} were asked for: give 0 or more steps and a rate above 0")
     pieces, scale = _pieces(original, data)
+    original = copy_model(original)
     random = torch.Generator().manual_seed(seed)
     frozen = [p for p in small.parameters() if p.is_floating_point() and not p.requires_grad]
     modes = {module: module.training for module in small.modules()}
     end = math.inf if seconds is None else time.monotonic() + seconds
     losses: list[float] = []
+    layout = _channels_last_(small)
+    _channels_last_(original)
     try:
         small.eval()
         for p in frozen:
@@ -73,7 +85,7 @@ def recover_(
         while len(losses) < steps and time.monotonic() < end:
             done = max(len(losses) / steps, 0.0 if seconds is None else 1 - (end - time.monotonic()) / seconds)
             for group in optimiser.param_groups:
-                group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+                group["lr"] = rate * min(1, (len(losses) + 1) / WARM) * (1 + math.cos(math.pi * min(1.0, done))) / 2
             losses.append(_step_(small, original, pieces, scale, optimiser, random))
             if not math.isfinite(losses[-1]):
                 raise RankwiseError(f"recovery diverged in step {len(losses)}: give a rate below {rate:g}")
@@ -86,7 +98,18 @@ def recover_(
             p.grad = None
         for module, mode in modes.items():
             module.training = mode
+        if layout:
+            small.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     return losses
+
+
+def _channels_last_(model: nn.Module) -> bool:
+    """Channels innermost in memory, which convolutions like better; False where nothing was to be done."""
+    images = [p for p in model.parameters() if p.ndim == 4]
+    if not images or any(p.ndim == 5 or not p.is_contiguous() for p in model.parameters()):
+        return False
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return True
 
 
 def _step_(
@@ -102,27 +125,91 @@ def _step_(
         if len(batch) > BATCH:
             batch = batch[torch.randperm(len(batch), generator=random)[:BATCH]]
         if batch.ndim == 4 and batch.is_floating_point():
-            batch = varied(batch, random)
-    with undisturbed(original):
+            batch = varied(batch, random).contiguous(memory_format=torch.channels_last)
+    known = dict(original.named_modules())
+    names = [name for name, module in small.named_modules() if mark_of(module) is not None and name in known]
+    with undisturbed(original), _outputs(original, names) as layers:
         wanted = _answers(run_example(original, batch))
-    given = _answers(run_example(small, batch))
+    with _errors(small, layers) as errors:
+        given = _answers(run_example(small, batch))
     parts = [(a.float() - b.to(a.device).float()).square().sum() for a, b in zip(given, wanted, strict=True)]
     loss = torch.stack(parts).sum() / (len(wanted[0]) * scale)
+    if errors:
+        loss = loss + torch.stack(errors).mean()
     optimiser.zero_grad()
     torch.autograd.backward(loss)
     optimiser.step()
     return float(loss.detach())
 
 
+@contextmanager
+def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """What layers give, call by call; copies, since what follows may work in place."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def watch(name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                found[name].append(output.detach().clone())
+
+        return model.get_submodule(name).register_forward_hook(hook)
+
+    handles = [watch(name) for name in names]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _errors(model: nn.Module, wanted: dict[str, list[Tensor]]) -> Iterator[list[Tensor]]:
+    """‖y − y°‖² / Var(y°) for every call of a layer while the model runs."""
+    found: list[Tensor] = []
+
+    def watch(name: str) -> Any:
+        left = iter(wanted[name])
+
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            there = next(left, None)
+            if there is not None and isinstance(output, Tensor) and output.shape == there.shape:
+                there = there.to(output.device, torch.float32)
+                energy = there.square().sum()
+                spread = (there - there.mean(0)).square().sum().clamp_min(1e-6 * energy)
+                found.append((output.float() - there).square().sum() / spread.clamp_min(1e-30))
+
+        return model.get_submodule(name).register_forward_hook(hook)
+
+    handles = [watch(name) for name in wanted]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def varied(images: Tensor, random: torch.Generator) -> Tensor:
-    """B×C×H×W → the same shape: half of the images mirrored, half of them mixed with another one."""
+    """B×C×H×W → the same shape: half of the images mirrored, all moved, half of them mixed with another one."""
     mirrored = torch.rand(len(images), generator=random) < 0.5
     share = torch.rand(len(images), generator=random)
     share[torch.rand(len(images), generator=random) < 0.5] = 1
     other = torch.randperm(len(images), generator=random).to(images.device)
     images = torch.where(mirrored[:, None, None, None].to(images.device), images.flip(-1), images)
+    images = moved(images, random)
     mixed: Tensor = images.lerp(images[other], (1 - share)[:, None, None, None].to(images))
     return mixed
+
+
+def moved(images: Tensor, random: torch.Generator) -> Tensor:
+    """The same shape: each image moved by up to H // MOVE rows and W // MOVE columns, what lies beyond is reflected."""
+    height, width = images.shape[-2:]
+    down, right = height // MOVE, width // MOVE
+    views = F.pad(images, (right, right, down, down), mode="reflect").unfold(2, height, 1).unfold(3, width, 1)
+    rows, columns = (
+        torch.randint(2 * most + 1, (len(images),), generator=random).to(images.device) for most in (down, right)
+    )
+    found: Tensor = views[torch.arange(len(images), device=images.device), :, rows, columns]
+    return found
 
 
 def _pieces(original: nn.Module, data: Iterable[Any]) -> tuple[list[Any], float]:

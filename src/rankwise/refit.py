@@ -14,7 +14,7 @@ for the errors of earlier passes, not for each other's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -156,15 +156,27 @@ class _Sums:
 def _side_by_side(
     model: nn.Module, small: nn.Module, tasks: list[Task], data: Iterable[Any], seed: int
 ) -> dict[str, _Sums]:
-    """What layers get in the small network and give in the original, summed up over the data."""
+    """What layers get in the small network and give in the original, summed up over the data.
+
+    What follows after them is not computed, once the original network has shown how often each of them is called.
+    """
     layers = [layer for _, layer in tasks]
     sums = {layer.name: _Sums(torch.Generator().manual_seed(seed)) for layer in layers}
-    with undisturbed(model), undisturbed(small), _calls(model, layers) as ours, _calls(small, layers) as theirs:
+    often: dict[str, int] = {}
+    with (
+        undisturbed(model),
+        undisturbed(small),
+        _calls(model, layers, often) as ours,
+        _calls(small, layers, often) as theirs,
+    ):
         for batch in batches(data):
             for network, calls in ((model, ours), (small, theirs)):
                 for mine in calls.values():
                     mine.clear()
-                run_example(network, batch)
+                with suppress(_Enough):
+                    run_example(network, batch)
+                if not often and all(calls.values()):
+                    often.update({name: len(mine) for name, mine in calls.items()})
             for layer in layers:
                 bias: Any = model.get_submodule(layer.name).bias
                 for (_, wanted), (given, _) in zip(ours[layer.name], theirs[layer.name], strict=True):
@@ -172,15 +184,26 @@ def _side_by_side(
     return sums
 
 
+class _Enough(BaseException):
+    """All layers have been called: the rest of the network need not run. No error that a network might catch."""
+
+
 @contextmanager
-def _calls(model: nn.Module, layers: list[Layer]) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
-    """Inputs and outputs of layers, call by call; copies, since what follows may work in place."""
+def _calls(
+    model: nn.Module, layers: list[Layer], often: Mapping[str, int]
+) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
+    """Inputs and outputs of layers, call by call; copies, since what follows may work in place.
+
+    Raises _Enough where all have been called as often as `often` says, unless it is empty.
+    """
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {layer.name: [] for layer in layers}
 
     def watch(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             given = args[0] if args else next(iter(kwargs.values()))
             seen[name].append((given.clone(), output.clone()))
+            if often and all(len(seen[other]) >= count for other, count in often.items()):
+                raise _Enough
 
         return model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
 

@@ -26,6 +26,7 @@ from rankwise.evaluate import Score, class_logits, evaluate, like, mode
 from rankwise.feed import Feed
 from rankwise.recipes import Recipe, rate
 from rankwise.state import State
+from rankwise.teach import taught
 
 Progress = Callable[[int, int, float], None]  # epochs done, epochs in all, mean loss of the last one
 Penalty = Callable[[int], Callable[[], Tensor]]  # at the start of an epoch → a scalar to add to every loss
@@ -64,12 +65,16 @@ def retraining(recipe: Recipe, seed: int = 0) -> Job:
 
 @dataclass
 class Hooks:
-    """What a training may have beside it: an early-stopping split, somebody who looks on, a place for its state."""
+    """What a training may have beside it: an early-stopping split, somebody who looks on, a place for its state.
+
+    A `teacher` is in evaluation mode and on the engine's device (see `teach`).
+    """
 
     stop: Split | None = None
     watch: Watch | None = None
     save: Callable[[State], None] | None = None
     penalty: Penalty | None = None
+    teacher: nn.Module | None = None
     size: int | None = None
     state: State = field(default_factory=lambda: State({}, 0))
 
@@ -146,6 +151,10 @@ def _epoch_(
         logits = class_logits(output, feed.split).float()
         loss = _loss(logits, y, recipe.label_smoothing)
         whole = loss + _AUXILIARY * _loss(output["aux"], y, 0.0) if _has_second(output) else loss
+        if hooks.teacher is not None:
+            with torch.no_grad():
+                wanted = class_logits(hooks.teacher(x), feed.split)
+            whole = taught(whole, logits, wanted)
         if penalty is not None:
             whole = whole + penalty()
         optimizer.zero_grad()

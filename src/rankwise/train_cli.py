@@ -72,6 +72,12 @@ def retrain(
         str | None,
         typer.Option("--base", metavar="MODEL", help="The network to rebuild (needed for file.py:factory)."),
     ] = None,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            "--teacher", metavar="FILE", help="Weights of the original network, to learn from beside the labels."
+        ),
+    ] = None,
     resume: ResumeOpt = False,
     seed: SeedOpt = 0,
     split: SplitOpt = "test",
@@ -85,7 +91,7 @@ def retrain(
     if out.resolve() == folder.resolve():
         raise RankwiseError(f"--out {out} is the folder that is retrained: give another one, so that both remain")
     with _watched(chosen, out, tensorboard, as_json) as watch:
-        run = pipeline.Run(data, chosen, out, seed, resume, split, limit, size, watch)
+        run = pipeline.Run(data, chosen, out, seed, resume, split, limit, size, watch, teacher)
         row = pipeline.retrain(folder, run, base)
     _print([row], out, as_json)
 
