@@ -1,7 +1,7 @@
 """Time as a budget: what was asked for, predicted and measured, as Markdown tables.
 
     python benchmarks/latency.py [--only NETWORK] [--data FOLDER] [--weights FILE] [--threads 2] [--batch 32]
-                                 [--latency 0.4 …] [--keep 0.8 …]
+                                 [--latency 0.4 …] [--keep 0.8 …] [--exclude PATTERN …]
 
 For ResNet20, resnet18, vgg16_bn and mobilenet_v2: how long measuring takes, plans for budgets in latency and for
 never_slower at keeps from 0.9 to 0.2, each timed in turns with the dense network as torch builds it (medians). What
@@ -37,9 +37,9 @@ from rankwise.methods import AUTO
 from rankwise.probe import batches
 from rankwise.refit import apply_fitted
 from rankwise.search import find_plan
-from rankwise.settle import settle
+from rankwise.settle import settle, shaped
 from rankwise.stopwatch import SLICES
-from rankwise.surgery import copy_model, replace_layers_
+from rankwise.surgery import copy_model
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LATENCIES = (0.8, 0.7, 0.6, 0.5, 0.4)
@@ -75,7 +75,7 @@ class Bench:
         if name == "resnet20" and args.weights.is_file():
             networks.load_weights_(self.model, args.weights)
         self.example = torch.randn(1, 3, self.about.side, self.about.side)
-        self.coverage = rw.find_layers(self.model, self.example)
+        self.coverage = rw.find_layers(self.model, self.example, args.exclude)
         self.latencies, self.keeps, self.cache = args.latency, args.keep, args.cache
         self.times: dict[bool, rw.Times] = {}
         self.settings, self.inputs, self.influence = replace(AUTO, groups=SLICES), None, {}
@@ -84,7 +84,7 @@ class Bench:
             self.inputs = list(batches(data.load(f"parquet:{args.data}", "fit").thin(IMAGES)))
             self.table, self.influence = effect_table(self.model, self.coverage, self.settings, self.inputs)
         else:
-            self.table = rw.build_table(self.model, self.example, groups=SLICES)
+            self.table = rw.build_table(self.model, self.example, groups=SLICES, exclude=args.exclude)
 
     def times_of(self, fuse: bool) -> rw.Times:
         if fuse not in self.times:
@@ -114,15 +114,6 @@ class Bench:
             say(f"{self.name}, {budget}: {err}\n")
             return None
 
-    def shaped(self, plan: rw.Plan, fuse: bool) -> nn.Module:
-        """A network of the plan's shapes; its weights mean nothing."""
-        small = copy_model(self.model)
-        replace_layers_(small, plan, fill=False)
-        for module in small.modules():
-            if isinstance(module, nn.Conv2d | nn.Linear):
-                nn.init.kaiming_uniform_(module.weight)
-        return self.finished(small, fuse, plan.layout)
-
     def finished(self, small: nn.Module, fuse: bool, layout: str | None) -> nn.Module:
         small = fuse_norms(small, find_norms(small, self.example)) if fuse else small
         lay_out_(small, layout)
@@ -146,6 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--cache", help="folder for measured times; default: a fresh one, so that measuring is measured"
     )
+    parser.add_argument("--exclude", nargs="*", default=(), help="layers that are left alone")
     parser.add_argument("--latency", type=float, nargs="*", default=LATENCIES)
     parser.add_argument("--keep", type=float, nargs="*", default=KEEPS)
     args = parser.parse_args()
@@ -186,13 +178,17 @@ def _tables(bench: Bench) -> list[str]:
         plan = bench.plan(fuse, **budget)
         if plan is None:
             continue
-        measured, dense, ours = bench.measure(bench.shaped(plan, fuse))
+        measured, dense, ours = bench.measure(shaped(bench.model, plan, bench.example, fuse))
         text = f"{plan.budget}{', never slower' if not fuse else ', folded'}"
         say(
             f"| {text} | {plan.keep():.3f} | {plan.keep('macs'):.3f} | {len(plan.choices)} "
             f"| {len(plan.search['latency']['slower'])} | {plan.keep('latency'):.3f} | {measured:.3f} "
             f"| {100 * (plan.keep('latency') / measured - 1):+.0f} % |"
         )
+        for one in plan.search["latency"].get("rounds", ())[:-1]:
+            say(
+                f"| … asked for {one[0]:.3f} | | | | | {one[1]:.3f} | {one[2]:.3f} | {100 * (one[1] / one[2] - 1):+.0f} % |"
+            )
         if {u: v for u, v in budget.items() if u != "never_slower"} == bench.about.budget:
             row.append(
                 f"| {bench.name} | {text} | {plan.keep('latency'):.3f} | {measured:.3f} | {bench.about.limit:.2f} "

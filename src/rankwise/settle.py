@@ -32,8 +32,8 @@ def settle(
     """A plan whose network, timed in turns with the model, keeps the budget in latency and leaves little of it unused.
 
     Predictions are off by a few percent either way, so the plan is made again with less if it is too slow, and with
-    more if it is faster than need be. If none is fast enough it is the fastest. `plan.search["latency"]["measured"]` is
-    the fraction that was measured.
+    more if it is faster than need be. If none is fast enough it is the fastest. `plan.search["latency"]` has the
+    fraction that was `measured`, and what was asked for, predicted and measured in all `rounds`.
     """
     assert budget.latency is not None, "there is a latency to keep"
     asked, found = budget.latency, list[tuple[float, float, Plan]]()
@@ -46,7 +46,7 @@ def settle(
             break  # nothing is faster by prediction
         if any(plan.layers == other.layers for *_, other in found):
             break
-        dense, small = time_networks([model, _shaped(model, plan, example, fuse)], example, timing, SECONDS)
+        dense, small = time_networks([model, shaped(model, plan, example, fuse)], example, timing, SECONDS)
         measured = small.median / dense.median
         found.append((asked, measured, plan))
         if CLOSE[0] <= measured / budget.latency <= CLOSE[1] or (measured <= budget.latency and not plan.choices):
@@ -54,12 +54,13 @@ def settle(
         asked = min(1.0, asked * AIM * budget.latency / measured)
     kept = [one for one in found if one[1] <= budget.latency]
     _, measured, plan = max(kept, key=lambda one: one[0]) if kept else min(found, key=lambda one: one[1])
-    latency = {**plan.search.get("latency", {}), "measured": measured}
+    rounds = [[a, p.keep("latency"), m] for a, m, p in found]
+    latency = {**plan.search.get("latency", {}), "measured": measured, "rounds": rounds}
     return replace(plan, budget=budget, search={**plan.search, "latency": latency})
 
 
-def _shaped(model: nn.Module, plan: Plan, example: Any, fuse: bool) -> nn.Module:
-    """A network of the plan's shapes; its weights are numbers that mean nothing."""
+def shaped(model: nn.Module, plan: Plan, example: Any, fuse: bool) -> nn.Module:
+    """A network of the plan's shapes, to be timed; its weights are numbers that mean nothing."""
     small = copy_model(model)
     replace_layers_(small, plan, fill=False)
     for choice in plan.choices:

@@ -50,7 +50,8 @@ SLICES = (1, 2, 4)
 SHARES = (0.8, 0.55, 0.35, 0.2, 0.1)  # of the rank at which a pair has as many macs as the layer
 SECONDS = 100.0  # to spend on the pairs of one network
 RUNS = 250  # of the network: batches are cut until so many fit into that time, …
-FEWEST = 4  # … but not below so many inputs
+FEWEST = 16  # … but not below so many inputs: larger tensors are slower than their size says
+SLOW = 1.0  # seconds: of a network that takes longer one run counts, not two
 PASSES = 3  # over all pairs, as long as there is time
 COUNT = 2  # runs of a network that count, after one that does not
 OFTEN = 8  # networks of pairs between two runs of the network as it is
@@ -212,10 +213,12 @@ class _Rig:
         names = [layer.name for layer in self.layers if layer.name in cells or not cells]
         try:
             for turn in range(1 + COUNT):
-                _, spent = split_once(self.network, self.run, names)
+                rest, spent = split_once(self.network, self.run, names)
                 for name, took in spent.items() if turn else ():
                     key = (name, cells.get(name))
                     self.best[key] = min(self.best.get(key, math.inf), took)
+                if turn and rest + sum(spent.values()) > SLOW:
+                    break
         finally:
             swap_modules_(self.network, {new: old for old, new in swap.items()})
 
