@@ -185,10 +185,8 @@ def _tables(bench: Bench) -> list[str]:
             f"| {len(plan.search['latency']['slower'])} | {plan.keep('latency'):.3f} | {measured:.3f} "
             f"| {100 * (plan.keep('latency') / measured - 1):+.0f} % |"
         )
-        for one in plan.search["latency"].get("rounds", ())[:-1]:
-            say(
-                f"| … asked for {one[0]:.3f} | | | | | {one[1]:.3f} | {one[2]:.3f} | {100 * (one[1] / one[2] - 1):+.0f} % |"
-            )
+        for ask, told, took in plan.search["latency"].get("rounds", ()):
+            say(f"| … asked for {ask:.3f} | | | | | {told:.3f} | {took:.3f} | {100 * (told / took - 1):+.0f} % |")
         if {u: v for u, v in budget.items() if u != "never_slower"} == bench.about.budget:
             row.append(
                 f"| {bench.name} | {text} | {plan.keep('latency'):.3f} | {measured:.3f} | {bench.about.limit:.2f} "
