@@ -831,3 +831,19 @@ def test_the_command_line(
     assert run(capsys, *common, "--plan", folder / "plan.json", "--out", again)[0] == 0
     assert moved(small, rw.load(again, digits), held_out) == 0, "the same inputs give the same network"
     assert inputs in out  # people are told what it looked at
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_mean_of_an_error_costs_nothing(norm: bool) -> None:
+    """Inputs far from zero lose no more than inputs around zero: a bias or a batch norm takes up the mean."""
+    middle = [nn.Linear(12, 8, bias=not norm), *([nn.BatchNorm1d(8)] if norm else [])]
+    model = seeded(lambda: nn.Sequential(*middle, nn.Linear(8, 8))).eval()
+    x = torch.randn(400, 12, generator=torch.Generator().manual_seed(0))  # so few that all of them are looked at
+    centre = rw.compress(model, x[:1], keep=0.8, data=[x])[1].search["objective"]
+    small, plan = rw.compress(model, x[:1], keep=0.8, data=[x + 5])
+    assert plan.search["objective"] == pytest.approx(centre, rel=1e-3)
+    with torch.no_grad():
+        gap = small(x + 5) - model(x + 5)
+    assert float(gap.mean(0).abs().max()) < 1e-4
+    assert float(gap.std(0).max()) > 1e-3, "something was removed"
+    assert not norm or torch.equal(model[1].running_mean, torch.zeros(8)), "the original stays as it is"

@@ -51,7 +51,7 @@ def effect_table(
         options = options_for(layer, settings.folds, settings.groups)
         if one.whole:
             share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
-            moment, metric = shrunk(one.seen.second_moment, share), root_of(one.metric)
+            moment, metric = shrunk(one.moment, share), root_of(one.metric)
             offered = [Option(option.fold, option.groups, NAME) for option in options]
             for like in _worth_fitting(weights[layer.name], layer, offered, moment, metric):
                 fitted = fit(weights[layer.name], layer, like, moment, metric, _most(layer, like))
