@@ -31,15 +31,16 @@ def effect_table(
     data: Iterable[Any],
     progress: Progress | None = None,
     least: float = 0.0,
+    means: bool = True,
 ) -> tuple[Table, dict[str, Influence]]:
     """The `effect` of every slice of every layer by rank, and the influence that it was measured with.
 
-    `least` is how far the moments are drawn towards the identity at least.
+    `least` is how far the moments are drawn towards the identity at least; `means` as for `influences`.
     """
     weights = module_weights(model, coverage)
     for layer in coverage.layers:
         check_finite(weights[layer.name], layer.name)
-    found = influences(model, data, list(coverage.layers), LARGEST, settings.seed)
+    found = influences(model, data, list(coverage.layers), LARGEST, settings.seed, means)
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
     table.decompositions = settings.decompositions
     for done, layer in enumerate(coverage.layers):

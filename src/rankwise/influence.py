@@ -56,11 +56,12 @@ class Influence:
 
 
 def influences(
-    model: nn.Module, data: Iterable[Any], layers: list[Layer], largest: int, seed: int = 0
+    model: nn.Module, data: Iterable[Any], layers: list[Layer], largest: int, seed: int = 0, means: bool = True
 ) -> dict[str, Influence]:
     """For every layer its influence, relative to the variance of the network's outputs.
 
-    Covariances of patches with more than `largest` entries are not collected.
+    Covariances of patches with more than `largest` entries are not collected. Without `means` those of the data are not
+    to be trusted, and nothing makes up for the mean of an error.
     """
     found = {la.name: Influence(Moments(), _zeros(la), patch_size(la) <= largest) for la in layers}
     outputs: dict[str, list[Tensor]] = {}
@@ -86,7 +87,8 @@ def influences(
         with undisturbed(model), torch.enable_grad():
             for count, batch in enumerate(batches(data), start=1):
                 if count == 1:
-                    _find_means(model, batch, layers, found)
+                    if means:
+                        _find_means(model, batch, layers, found)
                     handles = [watch(layer) for layer in layers]
                 outputs.clear()
                 answer = [t for t in tensors_of(run_example(model, batch)) if t.is_floating_point()]
