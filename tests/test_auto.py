@@ -373,15 +373,28 @@ def test_the_objective_is_the_sum_of_effects(plain: nn.Module, seen: list[Tensor
     assert plan.search["objective"] == pytest.approx(sum(c.error["effect"] for c in plan.choices), rel=1e-6)
 
 
-def test_without_batch_norm_and_data_it_is_the_energy_as_before(plain: nn.Module, seen: list[Tensor]) -> None:
-    x = seen[0][:1]
-    small, plan = rw.compress(plain, x, keep=0.5)
+def test_without_batch_norm_data_and_example_it_is_the_energy_as_before(plain: nn.Module) -> None:
+    small, plan = rw.compress(plain, keep=0.5)
     assert "inputs" not in plan.search
     assert {c.decomposition for c in plan.choices} == {"svd"}
-    wanted = rw.allocate(rw.build_table(plain, x), rw.Budget(params=0.5), model=plan.model)
+    wanted = rw.allocate(rw.build_table(plain), rw.Budget(params=0.5), model=plan.model)
     assert plan == wanted
     same = rw.apply_plan(plain, plan)
     assert all(torch.equal(a, b) for a, b in zip(small.parameters(), same.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.3])
+def test_without_batch_norm_noise_is_better_than_nothing(plain: nn.Module, held_out: Tensor, keep: float) -> None:
+    """On real digits the outputs move less than with weights alone; biases stay; a plan from a file is the same."""
+    x = held_out[:1]
+    small, plan = rw.compress(plain, x, keep=keep)
+    assert plan.search["inputs"] == "noise"
+    blind, _ = rw.compress(plain, x, keep=keep, error="energy")
+    assert moved(plain, small, held_out) < moved(plain, blind, held_out)
+    for choice in plan.choices:
+        assert torch.equal(small.get_submodule(choice.name).decoder.bias, plain.get_submodule(choice.name).bias)
+    again, _ = build_network(plain, plan, seen_for(plain, x, plan))
+    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -777,6 +790,13 @@ def test_nothing_is_imagined_where_nothing_is_remembered() -> None:
     broken[0].weight.data[0] = torch.nan
     assert dream.imagine(broken, x, 1000) is None
     assert dream.imagine(normed, x, 1000) is not None
+    assert dream.noise(normed, x, 1000) is None, "it has something better"
+    assert dream.noise(bare, None, None) is None
+    assert dream.noise(bare, x.long(), 1000) is None
+    assert dream.noise(nn.Sequential(bare, nn.Flatten(), nn.Linear(3, 3)), x, 1000) is None, "it does not run"
+    found = dream.noise(bare, x, 1000)
+    assert found is not None
+    assert [len(part) for part in found] == [64, 64]
 
 
 class InPlaceFirst(nn.Module):
@@ -858,3 +878,19 @@ def test_the_command_line(
     assert run(capsys, *common, "--plan", folder / "plan.json", "--out", again)[0] == 0
     assert moved(small, rw.load(again, digits), held_out) == 0, "the same inputs give the same network"
     assert inputs in out  # people are told what it looked at
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_mean_of_an_error_costs_nothing(norm: bool) -> None:
+    """Inputs far from zero lose no more than inputs around zero: a bias or a batch norm takes up the mean."""
+    middle = [nn.Linear(12, 8, bias=not norm), *([nn.BatchNorm1d(8)] if norm else [])]
+    model = seeded(lambda: nn.Sequential(*middle, nn.Linear(8, 8))).eval()
+    x = torch.randn(400, 12, generator=torch.Generator().manual_seed(0))  # so few that all of them are looked at
+    centre = rw.compress(model, x[:1], keep=0.8, data=[x])[1].search["objective"]
+    small, plan = rw.compress(model, x[:1], keep=0.8, data=[x + 5])
+    assert plan.search["objective"] == pytest.approx(centre, rel=1e-3)
+    with torch.no_grad():
+        gap = small(x + 5) - model(x + 5)
+    assert float(gap.mean(0).abs().max()) < 1e-4
+    assert float(gap.std(0).max()) > 1e-3, "something was removed"
+    assert not norm or torch.equal(model[1].running_mean, torch.zeros(8)), "the original stays as it is"

@@ -3,6 +3,9 @@
 Batch norms keep the mean and variance of what they saw. Starting from smooth noise, images are changed by gradient
 descent until the statistics of the whole batch, at every batch norm, are close to those (Cai et al. 2020, "ZeroQ").
 They look like nothing, and their covariances are close enough to those of real images to plan and to fit with.
+
+A network without batch norms remembers nothing. What is left is that neighbouring pixels are alike: smooth noise tells
+which directions a layer will see far better than none at all, but not their means, so nothing is fitted to it in order.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.forward import undisturbed
+from rankwise.forward import tensors_of, undisturbed
 
 STEPS = 50
 MOST = 128  # images
@@ -24,9 +27,8 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def imagine(model: nn.Module, example: Any, macs: int | None, seed: int = 0) -> list[Tensor] | None:
     """Batches of inputs in the shape of the example; None where a network has no batch norm to remember anything."""
-    norms: list[nn.Module] = [m for m in model.modules() if isinstance(m, NORMS) and m.running_mean is not None]
-    image = isinstance(example, Tensor) and example.is_floating_point() and example.ndim == 4
-    if not norms or not image or not macs:
+    norms = _norms(model)
+    if not norms or not _is_image(example) or not macs:
         return None
     each = 3 * macs / max(1, len(example))  # forward and backward
     steps = STEPS if WORK / each >= STEPS * 32 else STEPS // 2
@@ -41,6 +43,30 @@ def imagine(model: nn.Module, example: Any, macs: int | None, seed: int = 0) -> 
         except Exception:  # nobody asked for images: the weights will do
             return None
     return found if all(bool(torch.isfinite(x).all()) for x in found) else None
+
+
+def noise(model: nn.Module, example: Any, macs: int | None, seed: int = 0) -> list[Tensor] | None:
+    """Smooth noise in the shape of the example, for networks without batch norm; None for others, or if it fails."""
+    if _norms(model) or not _is_image(example) or not macs:
+        return None
+    count = int(min(MOST, max(8, WORK // (3 * macs / max(1, len(example))))))
+    random = torch.Generator().manual_seed(seed)
+    whole = smooth_noise((count, *example.shape[1:]), random).to(next(model.parameters()))
+    found = list(torch.split(whole, BATCH))
+    try:
+        with undisturbed(model):
+            said = [t for x in found for t in tensors_of(model(x.clone()))]
+    except Exception:  # nobody asked for images: the weights will do
+        return None
+    return found if all(bool(torch.isfinite(t).all()) for t in said) else None
+
+
+def _norms(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, NORMS) and m.running_mean is not None]
+
+
+def _is_image(example: Any) -> bool:
+    return isinstance(example, Tensor) and example.is_floating_point() and example.ndim == 4
 
 
 def smooth_noise(shape: tuple[int, ...], random: torch.Generator) -> Tensor:

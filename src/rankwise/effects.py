@@ -31,15 +31,16 @@ def effect_table(
     data: Iterable[Any],
     progress: Progress | None = None,
     least: float = 0.0,
+    means: bool = True,
 ) -> tuple[Table, dict[str, Influence]]:
     """The `effect` of every slice of every layer by rank, and the influence that it was measured with.
 
-    `least` is how far the moments are drawn towards the identity at least.
+    `least` is how far the moments are drawn towards the identity at least; `means` as for `influences`.
     """
     weights = module_weights(model, coverage)
     for layer in coverage.layers:
         check_finite(weights[layer.name], layer.name)
-    found = influences(model, data, list(coverage.layers), LARGEST, settings.seed)
+    found = influences(model, data, list(coverage.layers), LARGEST, settings.seed, means)
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
     table.decompositions = settings.decompositions
     for done, layer in enumerate(coverage.layers):
@@ -51,7 +52,7 @@ def effect_table(
         options = options_for(layer, settings.folds, settings.groups)
         if one.whole:
             share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
-            moment, metric = shrunk(one.seen.second_moment, share), root_of(one.metric)
+            moment, metric = shrunk(one.moment, share), root_of(one.metric)
             offered = [Option(option.fold, option.groups, NAME) for option in options]
             for like in _worth_fitting(weights[layer.name], layer, offered, moment, metric):
                 fitted = fit(weights[layer.name], layer, like, moment, metric, _most(layer, like))

@@ -33,7 +33,7 @@ def find_norms(model: nn.Module, example: Any) -> dict[str, str]:
     """Batch norms that can be folded, each with the layer (or pair) that takes it; empty where there is no example."""
     if example is None:
         return {}
-    found = _followers(model, example)
+    found = followers(model, example)
     exact = copy_model(model).double()
     wanted = _outputs(exact, example)
     if not _same(wanted, _outputs(fuse_norms(exact, found), example)):
@@ -82,7 +82,7 @@ def _last(module: nn.Module) -> nn.Module:
     return list(module.children())[-1] if mark_of(module) is not None else module
 
 
-def _followers(model: nn.Module, example: Any) -> dict[str, str]:
+def followers(model: nn.Module, example: Any) -> dict[str, str]:
     """Norms whose only input, in one call, is the very output of one call of a layer."""
     outputs: list[tuple[str, Tensor]] = []
     inputs: list[tuple[str, Tensor]] = []

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError
 from rankwise.forward import run_example, tensors_of, undisturbed
+from rankwise.fuse import followers
 from rankwise.layer import Layer
 from rankwise.moments import Moments
 from rankwise.probe import batches, check_finite, check_some, patch_size, patches, positions_of
@@ -35,21 +36,32 @@ class Influence:
     """What the data says of a layer: the moments of its patches, and the metric (G, f/G, f/G) of its outputs.
 
     The metric is relative to the `variance` of the network's outputs, which is the same for all layers.
-    Where a patch has too many entries for a covariance, `seen` is of single entries and `whole` is False.
+    Where a patch has too many entries for a covariance, `seen` is of single entries and `whole` is False. `centred` is
+    whether the mean of an error can be made up for, so that only what varies is lost: by the layer's bias, or without
+    one by the running mean of the batch norm `norm` that follows. Outputs of a transposed convolution differ in how
+    many inputs they see: one bias would not do.
     """
 
     seen: Moments
     metric: Tensor
     whole: bool = True
     variance: float = 0.0
+    centred: bool = False
+    norm: str = ""
+
+    @property
+    def moment(self) -> Tensor:
+        """What errors of the layer's weight are measured with (G, d, d)."""
+        return self.seen.covariance if self.centred else self.seen.second_moment
 
 
 def influences(
-    model: nn.Module, data: Iterable[Any], layers: list[Layer], largest: int, seed: int = 0
+    model: nn.Module, data: Iterable[Any], layers: list[Layer], largest: int, seed: int = 0, means: bool = True
 ) -> dict[str, Influence]:
     """For every layer its influence, relative to the variance of the network's outputs.
 
-    Covariances of patches with more than `largest` entries are not collected.
+    Covariances of patches with more than `largest` entries are not collected. Without `means` those of the data are not
+    to be trusted, and nothing makes up for the mean of an error.
     """
     found = {la.name: Influence(Moments(), _zeros(la), patch_size(la) <= largest) for la in layers}
     outputs: dict[str, list[Tensor]] = {}
@@ -73,8 +85,11 @@ def influences(
     handles: list[Any] = []
     try:
         with undisturbed(model), torch.enable_grad():
-            handles = [watch(layer) for layer in layers]
-            for count, batch in enumerate(batches(data), start=1):  # noqa: B007
+            for count, batch in enumerate(batches(data), start=1):
+                if count == 1:
+                    if means:
+                        _find_means(model, batch, layers, found)
+                    handles = [watch(layer) for layer in layers]
                 outputs.clear()
                 answer = [t for t in tensors_of(run_example(model, batch)) if t.is_floating_point()]
                 images += next((len(t) for t in answer if t.ndim), 1)
@@ -88,6 +103,14 @@ def influences(
     for one in found.values():
         one.metric, one.variance = one.metric / (variance * max(1, images) * DRAWS), variance
     return found
+
+
+def _find_means(model: nn.Module, batch: Any, layers: list[Layer], found: dict[str, Influence]) -> None:
+    norms = {name: norm for norm, name in followers(model, batch).items()}
+    for layer in layers:
+        one = found[layer.name]
+        one.norm = "" if layer.bias else norms.get(layer.name, "")
+        one.centred = bool(one.norm) or (layer.bias and not layer.transposed)
 
 
 def _zeros(layer: Layer) -> Tensor:

@@ -12,7 +12,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise.budget import Budget
 from rankwise.coverage import COMPRESSED, find_layers
-from rankwise.dream import imagine
+from rankwise.dream import imagine, noise
 from rankwise.effects import LARGEST, effect_table
 from rankwise.errors import RankwiseError
 from rankwise.fuse import find_norms, fuse_norms
@@ -35,6 +35,7 @@ from rankwise.table import Progress
 from rankwise.times import Times
 
 IMAGINED = 0.1  # how far moments of imagined inputs are drawn towards the identity
+NOISE = "noise"
 ENTRIES = 1 << 21  # of a batch of images: 13 of 3×224×224
 
 
@@ -51,6 +52,7 @@ class Seen:
     data: Any = None
     influence: Mapping[str, Influence] = field(default_factory=dict)
     least: float = 0.0  # how far moments are drawn towards the identity at least
+    in_order: bool = True  # whether layers may be fitted one after the other to what flows through the network
     otherwise: Callable[[LinAlgError], tuple[Plan, Seen]] | None = None  # if fitting fails: a plan from weights alone
 
 
@@ -120,11 +122,9 @@ def _auto(
     progress: Progress | None,
     times: Times | None,
 ) -> Planner | None:
-    """By the effect on the network's outputs, on data or on imagined inputs; None if there are neither."""
-    inputs, least = "calibration", 0.0
-    if data is None:
-        data, inputs, least = imagine(model, example, coverage.macs, settings.seed), "imagined", IMAGINED
-    if data is None:
+    """By the effect on the network's outputs, on data, on imagined inputs or on noise; None if there are none."""
+    given, inputs, least = _inputs(model, example, coverage, data, settings.seed)
+    if given is None:
         return None
     wanted = replace(settings, error="effect", decompositions=("whitened", "svd"))
 
@@ -139,15 +139,29 @@ def _auto(
         return plan
 
     try:
-        planned = _by_effect(model, coverage, wanted, "auto", title, data, progress, inputs, least, times)
+        planned = _by_effect(model, coverage, wanted, "auto", title, given, progress, inputs, least, times)
     except LinAlgError as err:  # numbers that no shrinking could save: the weights alone will do
         return otherwise(err)
+    except RankwiseError:
+        if inputs != NOISE:
+            raise
+        return None  # a network that gives no gradients, say; nobody asked for noise
 
     def plan(budget: Budget | None) -> tuple[Plan, Seen]:
         found, seen = planned(budget)
         return found, replace(seen, otherwise=lambda err: otherwise(err)(budget))
 
     return plan
+
+
+def _inputs(model: nn.Module, example: Any, coverage: Coverage, data: Any, seed: int) -> tuple[Any, str, float]:
+    """What to look at (None if there is nothing), what that is, and how far its moments are drawn at least."""
+    if data is not None:
+        return data, "calibration", 0.0
+    found = imagine(model, example, coverage.macs, seed)
+    if found is not None:
+        return found, "imagined", IMAGINED
+    return noise(model, example, coverage.macs, seed), NOISE, IMAGINED
 
 
 def _by_effect(
@@ -163,14 +177,14 @@ def _by_effect(
     times: Times | None,
 ) -> Planner:
     given = [part for batch in batches(data) for part in _parts(batch)]  # read for every layer
-    table, influence = effect_table(model, coverage, settings, given, progress, least)
+    table, influence = effect_table(model, coverage, settings, given, progress, least, means=inputs != NOISE)
     table.times = times
     variance = next((one.variance for one in influence.values()), 0.0)
 
     def plan(budget: Budget | None) -> tuple[Plan, Seen]:
         found = find_plan(table, budget, settings, method, title)
         search = {**found.search, "inputs": inputs, "variance": variance}
-        return replace(found, search=search), Seen({}, given, influence, least)
+        return replace(found, search=search), Seen({}, given, influence, least, inputs != NOISE)
 
     return plan
 
@@ -189,14 +203,13 @@ def seen_for(model: nn.Module, example: Any, plan: Plan, data: Any = None) -> Se
     """
     if not any(choice.decomposition == "whitened" for choice in plan.choices):
         return Seen()
-    coverage, least = find_layers(model, example), 0.0
-    seed = int(plan.settings.get("seed") or 0)
-    if data is None:
-        data, least = imagine(model, example, coverage.macs, seed), IMAGINED
+    coverage, seed = find_layers(model, example), int(plan.settings.get("seed") or 0)
+    data, inputs, least = _inputs(model, example, coverage, data, seed)
     if data is None:
         return Seen()  # surgery says what is missing
-    given = [part for batch in batches(data) for part in _parts(batch)]
-    return Seen({}, given, influences(model, given, list(coverage.layers), LARGEST, seed), least)
+    given, likely = [part for batch in batches(data) for part in _parts(batch)], inputs != NOISE
+    found = influences(model, given, list(coverage.layers), LARGEST, seed, likely)
+    return Seen({}, given, found, least, likely)
 
 
 def with_multiple(
@@ -255,7 +268,8 @@ def build_network(model: nn.Module, plan: Plan, seen: Seen) -> tuple[nn.Module, 
     if seen.data is None:
         return apply_plan(model, plan, seen.moments), plan
     try:
-        return apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least), plan
+        work = None if seen.in_order else 0
+        return apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least, work=work), plan
     except LinAlgError as err:
         if seen.otherwise is None:
             raise RankwiseError(f"the calibration data could not be fitted ({err}): give more of it") from None

@@ -5,7 +5,9 @@ becomes the best one, in the metric of data (whiten.py), for what it really gets
 
     min_Ŵ E ‖S (y − Ŵ x̂)‖² = ‖S (W* − Ŵ) M̂^{1/2}‖² + const,   W* = E[y x̂ᵀ] M̂⁻¹,   M̂ = E[x̂ x̂ᵀ]
 
-So a layer makes up for the errors before it as far as it can. W* is drawn towards W where there are few samples.
+So a layer makes up for the errors before it as far as it can. W* is drawn towards W where there are few samples. Where
+there is a bias, or a batch norm behind the layer, it takes up the mean of what is left, E[y] − Ŵ E[x̂], at no cost:
+then x̂ and y above are without their means.
 
 That takes a pass over the data for every layer. Where it would be too much work, neighbours share a pass: they make up
 for the errors of earlier passes, not for each other's.
@@ -27,7 +29,7 @@ from rankwise.decompose import pair_weights
 from rankwise.forward import run_example, undisturbed
 from rankwise.influence import Influence, some_patches
 from rankwise.layer import Layer, canonical, stored
-from rankwise.pairs import put_weights_
+from rankwise.pairs import merge_pair, put_weights_
 from rankwise.plan import Choice, Plan
 from rankwise.probe import batches
 from rankwise.surgery import copy_model, match_layers, replace_layers_
@@ -63,29 +65,61 @@ def apply_fitted(
             one = influence.get(layer.name)
             if one is not None and one.whole and one.seen.count:
                 share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
-                _fit_(small, choice, layer, _weight(model, layer), shrunk(one.seen.second_moment, share), one)
+                weight, bias = _weights(model, layer)
+                inputs = one.seen.mean if one.centred else None
+                outputs = None if inputs is None else _through(weight, layer, inputs) + bias.to(inputs)
+                _fit_(small, model, choice, layer, _Target(weight, shrunk(one.moment, share), inputs, outputs), one)
     for together in passes:
         sums = _side_by_side(model, small, together, data, seed)
         for choice, layer in together:
-            weight, moment = sums.pop(layer.name).target(_weight(model, layer), layer, least)
-            _fit_(small, choice, layer, weight, moment, influence.get(layer.name))
+            one = influence.get(layer.name)
+            centred = one is not None and one.centred
+            target = sums.pop(layer.name).target(*_weights(model, layer), layer, least, centred)
+            _fit_(small, model, choice, layer, target, one)
     return small
 
 
+@dataclass(frozen=True)
+class _Target:
+    """What a pair should be: W* in the layer's own layout, and M̂ (G, d, d).
+
+    `inputs` (G, d) and `outputs` (f,) are means, where a bias makes up for them.
+    """
+
+    weight: Tensor
+    moment: Tensor
+    inputs: Tensor | None = None
+    outputs: Tensor | None = None
+
+
 def _fit_(
-    small: nn.Module, choice: Choice, layer: Layer, weight: Tensor, moment: Tensor, influence: Influence | None
+    small: nn.Module, model: nn.Module, choice: Choice, layer: Layer, target: _Target, influence: Influence | None
 ) -> None:
     metric = None if influence is None else root_of(influence.metric)
-    found = fit(weight, layer, choice.option, moment, metric, choice.rank)
-    pair = small.get_submodule(layer.name)
-    assert isinstance(pair, nn.Sequential)
+    found = fit(target.weight, layer, choice.option, target.moment, metric, choice.rank)
+    pair: Any = small.get_submodule(layer.name)
     put_weights_(pair, *pair_weights(*found.factors(choice.rank), layer, choice.option), layer)
+    if influence is not None and target.inputs is not None and target.outputs is not None:
+        merged: Any = merge_pair(pair)
+        gap = target.outputs - _through(merged.weight, layer, target.inputs)
+        with torch.no_grad():
+            if layer.bias:
+                pair.decoder.bias.copy_(gap)
+            else:
+                mean: Any = model.get_submodule(influence.norm).running_mean
+                small.get_submodule(influence.norm).running_mean.copy_(mean - gap.to(mean))  # type: ignore[operator]
 
 
-def _weight(model: nn.Module, layer: Layer) -> Tensor:
+def _weights(model: nn.Module, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Weight and bias; no bias is none that adds anything."""
     module: Any = model.get_submodule(layer.name)
-    weight: Tensor = module.weight.detach()
-    return weight
+    return module.weight.detach(), torch.zeros(()) if module.bias is None else module.bias.detach()
+
+
+def _through(weight: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
+    """What a layer without its bias makes of one patch (G, d): (f,)."""
+    rows = canonical(weight.detach(), layer).flatten(2).to("cpu", torch.float64)
+    return (rows @ inputs[:, :, None]).flatten()
 
 
 def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any], work: int | None) -> list[list[Task]]:
@@ -122,35 +156,48 @@ def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any], work: int 
 
 @dataclass
 class _Sums:
-    """Of one layer, over calls and batches: Σ x̂ x̂ᵀ (G, d, d), Σ y x̂ᵀ (G, f/G, d), the number of samples."""
+    """Of one layer, over calls and batches: Σ x̂ x̂ᵀ (G, d, d), Σ y x̂ᵀ (G, f/G, d), the number of samples.
+
+    `inputs` and `outputs` are Σ x̂ (G, d) and Σ y (G, f/G).
+    """
 
     random: torch.Generator
     square: Tensor = field(default_factory=lambda: torch.zeros(()))
     cross: Tensor = field(default_factory=lambda: torch.zeros(()))
+    inputs: Tensor = field(default_factory=lambda: torch.zeros(()))
+    outputs: Tensor = field(default_factory=lambda: torch.zeros(()))
     count: int = 0
 
-    def add(self, layer: Layer, given: Tensor, wanted: Tensor, bias: Tensor | None) -> None:
+    def add(self, layer: Layer, given: Tensor, wanted: Tensor) -> None:
         """Of inputs in the small network, and outputs of the original."""
         rows, there = some_patches(layer, given, wanted, self.random)
         rows, there = rows.to("cpu", torch.float64), there.to("cpu", torch.float64)
         self.square = self.square + rows.transpose(1, 2) @ rows
         self.count += rows.shape[1]
+        self.inputs = self.inputs + rows.sum(1)
         if there.shape[1]:
-            there = there if bias is None else there - bias.to("cpu", torch.float64)
             outputs = torch.unflatten(there, 1, (layer.groups, -1)).transpose(0, 1)
             self.cross = self.cross + outputs.transpose(1, 2) @ rows
+            self.outputs = self.outputs + outputs.sum(1)
 
-    def target(self, weight: Tensor, layer: Layer, least: float) -> tuple[Tensor, Tensor]:
-        """W* in the layer's own layout, and M̂ (G, d, d)."""
+    def target(self, weight: Tensor, bias: Tensor, layer: Layer, least: float, centred: bool) -> _Target:
         share = max(least, share_for(self.count, self.square.shape[-1]))
-        moment = shrunk(self.square / self.count, share)
-        if not self.cross.ndim or not bool(moment.diagonal(dim1=1, dim2=2).sum(1).all()):
-            return weight, moment
+        square, cross = self.square / self.count, self.cross / self.count
+        means: tuple[Tensor | None, Tensor | None] = (None, None)
+        inputs, outputs = self.inputs / self.count, self.outputs / self.count
+        if centred and cross.ndim:
+            square = square - inputs[:, :, None] * inputs[:, None, :]
+            cross = cross - outputs[:, :, None] * inputs[:, None, :]
+            means = inputs, outputs.flatten()
+        elif cross.ndim:
+            cross = cross - bias.to(cross).expand(layer.filters).reshape(outputs.shape)[:, :, None] * inputs[:, None, :]
+        moment = shrunk(square, share)
+        if not cross.ndim or not bool(moment.diagonal(dim1=1, dim2=2).sum(1).all()):
+            return _Target(weight, moment, *means)
         plain = canonical(weight, layer).flatten(2).to("cpu", torch.float64)
-        ridge = moment - (1 - share) * self.square / self.count
-        wanted = (1 - share) * self.cross / self.count + plain @ ridge
+        wanted = (1 - share) * cross + plain @ (moment - (1 - share) * square)
         solved = torch.linalg.solve(moment, wanted.transpose(1, 2)).transpose(1, 2)
-        return stored(solved.reshape(layer.canonical_shape), layer), moment
+        return _Target(stored(solved.reshape(layer.canonical_shape), layer), moment, *means)
 
 
 def _side_by_side(
@@ -178,9 +225,8 @@ def _side_by_side(
                 if not often and all(calls.values()):
                     often.update({name: len(mine) for name, mine in calls.items()})
             for layer in layers:
-                bias: Any = model.get_submodule(layer.name).bias
                 for (_, wanted), (given, _) in zip(ours[layer.name], theirs[layer.name], strict=True):
-                    sums[layer.name].add(layer, given, wanted, bias)
+                    sums[layer.name].add(layer, given, wanted)
     return sums
 
 

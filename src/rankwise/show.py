@@ -120,6 +120,7 @@ def remarks(plan: Plan) -> list[str]:
     """What the search says about itself that a reader should know."""
     looked = {
         "imagined": "no data was given: fitted on inputs imagined from the statistics of batch norms",
+        "noise": "no data was given, and there is no batch norm to imagine any: planned on smooth noise",
         "calibration": "fitted on calibration inputs, without labels",
     }
     said = [looked.get(str(plan.search.get("inputs")), ""), str(plan.search.get("warning", ""))]
