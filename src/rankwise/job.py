@@ -205,7 +205,7 @@ def seen_for(model: nn.Module, example: Any, plan: Plan, data: Any = None) -> Se
         return Seen()
     coverage, seed = find_layers(model, example), int(plan.settings.get("seed") or 0)
     data, inputs, least = _inputs(model, example, coverage, data, seed)
-    if data is None:
+    if data is None or (inputs == NOISE and plan.search.get("inputs") != NOISE):
         return Seen()  # surgery says what is missing
     given, likely = [part for batch in batches(data) for part in _parts(batch)], inputs != NOISE
     found = influences(model, given, list(coverage.layers), LARGEST, seed, likely)
