@@ -32,10 +32,12 @@ def effect_table(
     progress: Progress | None = None,
     least: float = 0.0,
     means: bool = True,
+    real: bool = True,
 ) -> tuple[Table, dict[str, Influence]]:
     """The `effect` of every slice of every layer by rank, and the influence that it was measured with.
 
-    `least` is how far the moments are drawn towards the identity at least; `means` as for `influences`.
+    `least` is how far the moments are drawn towards the identity at least; `means` as for `influences`. A layer that
+    `real` data does not reach stays as it is; of other inputs nobody expects that they reach all.
     """
     weights = module_weights(model, coverage)
     for layer in coverage.layers:
@@ -47,10 +49,15 @@ def effect_table(
         if progress:
             progress(layer.name, done, len(coverage.layers))
         one = found[layer.name]
-        if not one.seen.count:
-            continue  # the data does not reach it: it stays as it is
         options = options_for(layer, settings.folds, settings.groups)
-        if one.whole:
+        if not one.seen.count and real:
+            continue
+        if not one.seen.count:
+            # Nobody knows what it does: as if the outputs were lost with its weights.
+            add_slices_(table, layer, weights[layer.name], options, [])
+            for option in options:
+                table.given[layer.name, option] = {"effect": table.curve(layer, option, "energy").values()}
+        elif one.whole:
             share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
             moment, metric = shrunk(one.moment, share), root_of(one.metric)
             offered = [Option(option.fold, option.groups, NAME) for option in options]

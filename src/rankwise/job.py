@@ -177,7 +177,8 @@ def _by_effect(
     times: Times | None,
 ) -> Planner:
     given = [part for batch in batches(data) for part in _parts(batch)]  # read for every layer
-    table, influence = effect_table(model, coverage, settings, given, progress, least, means=inputs != NOISE)
+    how = {"means": inputs != NOISE, "real": inputs == "calibration"}
+    table, influence = effect_table(model, coverage, settings, given, progress, least, **how)
     table.times = times
     variance = next((one.variance for one in influence.values()), 0.0)
 
