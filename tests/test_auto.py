@@ -517,6 +517,17 @@ def test_few_options_of_a_large_layer_are_as_good_as_all(
         assert every <= some * (1 + 1e-9) <= 1.1 * every
 
 
+def test_slices_and_folds_can_be_asked_for_where_few_options_were_fitted(
+    plain: nn.Module, seen: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effects, "_worth_fitting", lambda _w, _la, options, *_: options[:1])
+    _, plan = rw.compress(plain, seen[0][:1], keep=0.7, data=seen, groups=[1, 2, 4])
+    assert plan.choices
+    assert {c.groups for c in plan.choices} <= {1, 2, 4}
+    _, plan = rw.compress(plain, seen[0][:1], keep=0.7, data=seen, folds=[0, 3])
+    assert {c.fold for c in plan.choices} <= {"f│chw", "fhw│c", "f│c"}
+
+
 def failing(*_: Any, **__: Any) -> Any:
     raise LinAlgError("it did not converge\nat all")
 

@@ -92,7 +92,8 @@ def read_plan(folder: str | Path) -> Plan:
 
 def _folded(plan: Plan) -> list[str]:
     """Norms that are gone and layers that have a bias instead; pairs are new anyway."""
-    return [*plan.fused, *(set(plan.fused.values()) - {choice.name for choice in plan.choices})]
+    pairs = {choice.name for choice in plan.choices}
+    return [*plan.fused, *(layer for layer in plan.fused.values() if layer not in pairs)]
 
 
 def plan_hash(plan: Plan) -> str:

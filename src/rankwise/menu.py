@@ -220,7 +220,7 @@ def _wanted(table: Table, layer: Layer, folds: object, groups: object, decomposi
         if decomposition == "svd":
             own = _narrowed(slices, layer, folds, groups)
         elif decomposition == "whitened":
-            own = _narrowed(own, layer, folds, groups)
+            own = _narrowed(own, layer, folds, groups, screened=True)
         elif decomposition == "tucker2" and not has_taps(layer):
             own = _narrowed(slices, layer, 0, 1)
         elif decomposition == "messi":
@@ -230,13 +230,16 @@ def _wanted(table: Table, layer: Layer, folds: object, groups: object, decomposi
     return found
 
 
-def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object) -> list[Option]:
-    """Those options that have one of the folds and one of the numbers of slices."""
+def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object, screened: bool = False) -> list[Option]:
+    """Those options that have one of the folds and one of the numbers of slices.
+
+    None may be missing, unless they were `screened`: of large layers effects.py fits what is worth it and no more.
+    """
     everything = there
     if groups != "all":
         ks = groups_for(groups, layer)  # type: ignore[arg-type]
         missing = sorted(set(ks) - {o.groups for o in there})
-        if missing and there:
+        if missing and there and not screened:
             raise RankwiseError(
                 f"the table has no spectra for {missing[0]} slices of layer {layer.name!r}: "
                 f"build it with groups={groups!r}"
@@ -249,7 +252,7 @@ def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object) 
 
         asked = {matrix(f): f for f in folds_for(folds, layer.dims)}  # type: ignore[arg-type]
         missing_folds = set(asked) - {matrix(o.fold) for o in everything}
-        if missing_folds and everything:
+        if missing_folds and everything and not screened:
             fold = asked[missing_folds.pop()]
             raise RankwiseError(
                 f"the table has no spectra for the fold {fold} of {layer.name!r}: build it with that fold"
