@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,49 +144,44 @@ def _step_(
 
 
 @contextmanager
-def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """What layers give, call by call; copies, since what follows may work in place."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def watch(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.is_floating_point():
-                found[name].append(output.detach().clone())
-
-        return model.get_submodule(name).register_forward_hook(hook)
-
-    handles = [watch(name) for name in names]
+def _hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
+    """With a forward hook on each of these modules."""
+    handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
     try:
-        yield found
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
 @contextmanager
-def _errors(model: nn.Module, wanted: dict[str, list[Tensor]]) -> Iterator[list[Tensor]]:
+def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """What layers give, call by call; copies, since what follows may work in place."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def keep(mine: list[Tensor], _module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            mine.append(output.detach().clone())
+
+    with _hooked(model, {name: partial(keep, mine) for name, mine in found.items()}):
+        yield found
+
+
+@contextmanager
+def _errors(model: nn.Module, wanted: Mapping[str, list[Tensor]]) -> Iterator[list[Tensor]]:
     """‖y − y°‖² / Var(y°) for every call of a layer while the model runs."""
     found: list[Tensor] = []
 
-    def watch(name: str) -> Any:
-        left = iter(wanted[name])
+    def compare(left: Iterator[Tensor], _module: nn.Module, _args: Any, output: Any) -> None:
+        there = next(left, None)
+        if there is not None and isinstance(output, Tensor) and output.shape == there.shape:
+            there = there.to(output.device, torch.float32)
+            energy = there.square().sum()
+            spread = (there - there.mean(0)).square().sum().clamp_min(1e-6 * energy)
+            found.append((output.float() - there).square().sum() / spread.clamp_min(1e-30))
 
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            there = next(left, None)
-            if there is not None and isinstance(output, Tensor) and output.shape == there.shape:
-                there = there.to(output.device, torch.float32)
-                energy = there.square().sum()
-                spread = (there - there.mean(0)).square().sum().clamp_min(1e-6 * energy)
-                found.append((output.float() - there).square().sum() / spread.clamp_min(1e-30))
-
-        return model.get_submodule(name).register_forward_hook(hook)
-
-    handles = [watch(name) for name in wanted]
-    try:
+    with _hooked(model, {name: partial(compare, iter(given)) for name, given in wanted.items()}):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def varied(images: Tensor, random: torch.Generator) -> Tensor:
