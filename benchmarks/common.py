@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 import subprocess
 import sys
@@ -34,6 +35,21 @@ def resnet18() -> nn.Module:
     """torchvision's resnet18 with seeded random weights: the shapes are what is timed."""
     torch.manual_seed(0)
     return networks.build("torchvision:resnet18").eval()
+
+
+def resnet20_arguments() -> argparse.ArgumentParser:
+    """Where CIFAR-10 ({train,test}.parquet) and the weights of the pretrained ResNet20 lie."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "resnet20-cifar10.safetensors")
+    return parser
+
+
+def resnet20(weights: Path) -> nn.Module:
+    """The pretrained ResNet20."""
+    model = networks.build("resnet20")
+    networks.load_weights_(model, weights)
+    return model.eval()
 
 
 def say(text: str) -> None:

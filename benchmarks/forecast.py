@@ -10,16 +10,15 @@ With --out, the networks are kept there, and those that are there already are no
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 
 import torch
-from common import SHARED, machine, say
+from common import machine, resnet20, resnet20_arguments, say
 from torch import nn
 
 import rankwise as rw
-from rankwise import data, networks
+from rankwise import data
 from rankwise.data import Split
 from rankwise.forecast import forecast
 from rankwise.job import build_network, planner
@@ -30,15 +29,11 @@ IMAGES = 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "resnet20-cifar10.safetensors")
+    parser = resnet20_arguments()
     parser.add_argument("--images", type=int, default=2_000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model = networks.build("resnet20")
-    networks.load_weights_(model, args.weights)
-    model.eval()
+    model = resnet20(args.weights)
     test = data.load(f"parquet:{args.data}", "test")
     half = len(test) // 2
     seen, kept = test.subset(torch.arange(half)), test.subset(torch.arange(half, len(test)))

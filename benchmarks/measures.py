@@ -9,17 +9,14 @@ the largest is taken) over layers. Spearman's correlation is over all plans, and
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 import torch
-from common import SHARED, machine, say
+from common import machine, resnet20, resnet20_arguments, say
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise import data, networks
+from rankwise import data
 from rankwise.budget import Budget
 from rankwise.evaluate import evaluate
 from rankwise.influence import Influence, influences
@@ -39,14 +36,10 @@ PLANS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "resnet20-cifar10.safetensors")
+    parser = resnet20_arguments()
     parser.add_argument("--images", type=int, default=2_000)
     args = parser.parse_args()
-    model = networks.build("resnet20")
-    networks.load_weights_(model, args.weights)
-    model.eval()
+    model = resnet20(args.weights)
     test = data.load(f"parquet:{args.data}", "test").thin(args.images)
     base = evaluate(model, test).top1
     table = rw.build_table(model, torch.zeros(1, 3, 32, 32))

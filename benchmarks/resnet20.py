@@ -8,15 +8,13 @@ a method of the registry with settings that its name says. Calibration is on tra
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 
 import torch
-from common import SHARED, machine, say
+from common import machine, resnet20, resnet20_arguments, say
 
 import rankwise as rw
-from rankwise import data, networks
+from rankwise import data
 from rankwise.evaluate import evaluate
 from rankwise.pruning import Filters
 
@@ -54,16 +52,12 @@ ROWS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--weights", type=Path, default=SHARED / "weights" / "resnet20-cifar10.safetensors")
+    parser = resnet20_arguments()
     parser.add_argument(
         "--only", action="append", choices=sorted(rw.METHODS), help="rows of this method; may be repeated"
     )
     args = parser.parse_args()
-    model = networks.build("resnet20")
-    networks.load_weights_(model, args.weights)
-    model.eval()
+    model = resnet20(args.weights)
     test = data.load(f"parquet:{args.data}", "test")
     base = evaluate(model, test).top1
     example = torch.zeros(1, 3, 32, 32)

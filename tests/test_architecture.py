@@ -11,7 +11,7 @@ import rankwise
 
 SOURCE = Path(rankwise.__file__).parent
 FLOORS = [
-    "errors version jsonio fold layer cost decompose measure moments pca tucker vbmf clusters response whiten",
+    "errors version jsonio fold layer cost decompose measure moments pca tucker vbmf clusters response whiten cored",
     "times table table_file plan budget menu allocate knapsack unbudgeted search",
     "modules pairs narrow forward coverage surgery fuse layout checkpoint graph trials channels",
     "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file "

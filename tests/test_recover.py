@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.data import load
-from rankwise.recover import MOVE, moved, recover, recover_, varied
+from rankwise.job import recovered
+from rankwise.recover import MOVE, moved, read_effort, recover, recover_, varied
 from sentences import check_sentence
 
 
@@ -136,9 +137,34 @@ def test_compress_recovers_at_the_end() -> None:
     assert sum(p.numel() for p in better.parameters()) == plan.after.params
 
 
+def test_seconds_instead_of_steps() -> None:
+    """As many steps as fit; whoever looks on hears how many that will be, and in the end how many it was."""
+    model, data = network(), images()
+    small, _ = rw.compress(model, data[0][:1], keep=0.4, data=data)
+    before = distance(model, small, data)
+    said: list[tuple[int, int]] = []
+    better = recovered(small, model, data, "1.5s", lambda i, n, _: said.append((i, n)))
+    assert distance(model, better, data) < before
+    assert [i for i, _ in said] == list(range(1, len(said) + 1))
+    assert said[-1][1] <= 2 * said[-1][0]
+    for nothing in (0, "0", "0s"):
+        assert recovered(small, model, None, nothing) is small
+    for bad in (-1, "-1", "3.5", "s", "nans", "infs", "fast", "5m", 2.5):
+        assert "90s" in check_sentence(lambda: read_effort(bad))  # type: ignore[arg-type] # noqa: B023
+
+
 @pytest.mark.parametrize("extra", [["--data", "digits"], []])
 def test_command_line(tmp_path: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["compress", "digits-cnn", "--keep", "0.5", "--recover", "3", "--out", str(tmp_path / "o"), *extra]) == 0
     )
+    assert "done" in capsys.readouterr().out
+
+
+def test_command_line_for_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = ["compress", "digits-cnn", "--keep", "0.5", "--data", "digits", "--out", str(tmp_path / "o")]
+    assert main([*told, "--recover", "soon"]) == 2
+    assert "90s" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+    assert main([*told, "--recover", "1s"]) == 0
     assert "done" in capsys.readouterr().out

@@ -49,6 +49,7 @@ from rankwise.options import (
 )
 from rankwise.plan import Plan
 from rankwise.pruning import Filters
+from rankwise.recover import read_effort
 from rankwise.smallest import ROUNDS, Trial, smallest
 from rankwise.trials import OUTPUT
 
@@ -71,8 +72,13 @@ def compress(
     data: DataOpt = None,
     split: SplitOpt = "test",
     recover: Annotated[
-        int, typer.Option("--recover", metavar="N", help="Steps of distillation from the original network at the end.")
-    ] = 0,
+        str,
+        typer.Option(
+            "--recover",
+            metavar="N",
+            help="Steps of distillation from the original network, or seconds: 90s.",
+        ),
+    ] = "0",
     calibrate: Annotated[
         int, typer.Option("--calibrate", metavar="N", help="Training images for methods that look at activations.")
     ] = 256,
@@ -139,7 +145,7 @@ def compress(
         raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
     if max_drop is not None and data is None:
         raise RankwiseError("--max-drop measures what is lost, and there is nothing to measure it on: add --data")
-    how = read_timing(timing)
+    how, _ = read_timing(timing), read_effort(recover)  # what is not understood is said before anything is done
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
     source: Any = None
@@ -180,7 +186,7 @@ def compress(
         expected = forecast(network, found, seen, load_data(data, split, size=side_of(example))).to_json()
     elif small is None:
         small, found = build_network(network, found, seen)
-    if recover and small is not None:
+    if any(read_effort(recover)) and small is not None:
         with show.progress("recovery") as report:
             source = seen.data
             if source is None and data is not None:

@@ -20,7 +20,8 @@ from rankwise.layer import Call, Layer
 
 Ints = NDArray[np.int64]
 
-DECOMPOSITIONS = ("svd", "pca", "messi", "tucker2", "whitened")
+DECOMPOSITIONS = ("svd", "pca", "messi", "tucker2", "whitened", "whitened-tucker2")
+FITTED = ("whitened", "whitened-tucker2")  # to data, in the order of the layers (refit.py)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Option:
         messi    svd of each of the `clusters`, which name the channels that belong together
         tucker2  both channel modes at once: `outer` is the rank of the filters, the rank that of the channels
         whitened the same slices as svd, in the metric of calibration data
+        whitened-tucker2  the same three parts as tucker2, in that metric
     """
 
     fold: str
@@ -40,6 +42,11 @@ class Option:
     decomposition: str = "svd"
     outer: int = 0
     clusters: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def cored(self) -> bool:
+        """Whether it has two ranks: a core with the layer's own kernel between two 1×1 layers."""
+        return self.decomposition.endswith("tucker2")
 
 
 @dataclass(frozen=True)
@@ -113,17 +120,17 @@ def slice_ranks(layer: Layer, option: Option) -> tuple[int, ...]:
 def full_rank(layer: Layer, option: Option) -> int:
     """The largest rank worth having: there the factors are the same function as the layer.
 
-    For tucker2 that holds where `outer` is full as well.
+    With a core that holds where `outer` is full as well.
     """
     if option.decomposition == "pca":
         return layer.group_filters
-    if option.decomposition == "tucker2":
+    if option.cored:
         return min(layer.group_channels, option.outer * math.prod(layer.kernel))
     return max(slice_ranks(layer, option))
 
 
 def full_outer(layer: Layer) -> int:
-    """The largest rank of the filters' mode that tucker2 can have."""
+    """The largest rank of the filters' mode that an option with a core can have."""
     return min(layer.group_filters, layer.group_channels * math.prod(layer.kernel))
 
 
@@ -133,7 +140,7 @@ def unit_cost(layer: Layer, option: Option) -> Cost:
     The encoder sees the inputs along the left axes and gives the outputs along the right ones: between
     the two factors lie Π_right outputs · Π_left inputs positions. (Clusters may reach their full rank earlier.)
     """
-    if option.decomposition == "tucker2":
+    if option.cored:
         core = layer.groups * option.outer * math.prod(layer.kernel)
         return _add(_pointwise(layer, layer.channels, before=True), _like_layer(layer, core))
     left, right = taps(layer, option)
@@ -144,9 +151,9 @@ def unit_cost(layer: Layer, option: Option) -> Cost:
 def fixed_cost(layer: Layer, option: Option) -> Cost:
     """What the factors cost beside the rank.
 
-    Principal components need a bias for the mean, also where there was none; tucker2 has its last factor.
+    Principal components need a bias for the mean, also where there was none; beside a core there is the last factor.
     """
-    if option.decomposition == "tucker2":
+    if option.cored:
         return _pointwise(layer, layer.filters * option.outer, before=False)
     bias = layer.filters if option.decomposition == "pca" and not layer.bias else 0
     return Cost(bias, None if layer.calls is None else 0)
@@ -214,14 +221,14 @@ def check_option(layer: Layer, option: Option, where: str) -> None:
     folds = all_folds(layer.dims)
     if option.fold not in folds:
         raise RankwiseError(f"{where} has the unknown fold {option.fold!r}: possible are {', '.join(folds)}")
-    if option.decomposition in ("pca", "tucker2") and (option.fold, option.groups) != (folds[0], 1):
+    if (option.cored or option.decomposition == "pca") and (option.fold, option.groups) != (folds[0], 1):
         raise RankwiseError(
             f"{where} has the decomposition {option.decomposition!r} with {option.fold}, {option.groups}: "
             f"it takes {folds[0]}, 1"
         )
-    if option.decomposition == "tucker2" and not 1 <= option.outer <= full_outer(layer):
+    if option.cored and not 1 <= option.outer <= full_outer(layer):
         raise RankwiseError(f"{where} has outer rank {option.outer}: possible are 1 to {full_outer(layer)}")
-    if option.decomposition != "tucker2" and option.outer:
+    if not option.cored and option.outer:
         raise RankwiseError(f"{where} has an outer rank, which {option.decomposition!r} does not have: leave it out")
     if option.decomposition != "messi" and option.clusters:
         raise RankwiseError(f"{where} has clusters, which {option.decomposition!r} does not have: leave them out")

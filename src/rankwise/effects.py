@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from rankwise import cored
 from rankwise.cost import Option, costs, options_for
 from rankwise.decompose import check_finite
 from rankwise.influence import Influence, influences
@@ -61,9 +62,14 @@ def effect_table(
             share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
             moment, metric = shrunk(one.moment, share), root_of(one.metric)
             offered = [Option(option.fold, option.groups, NAME) for option in options]
-            for like in _worth_fitting(weights[layer.name], layer, offered, moment, metric):
+            chosen = _worth_fitting(weights[layer.name], layer, offered, moment, metric)
+            start = cored.start(layer) if cored.NAME in settings.decompositions and cored.is_possible(layer) else None
+            for like in dict.fromkeys([*chosen, *([start] if start else [])]):
                 fitted = fit(weights[layer.name], layer, like, moment, metric, _most(layer, like))
-                table.given[layer.name, like] = {"effect": fitted.errors}
+                if like in chosen:
+                    table.given[layer.name, like] = {"effect": fitted.errors}
+                if like == start:
+                    table.given[layer.name, cored.family(layer)] = {"effect": cored.curves(fitted, layer, metric)}
         else:
             add_slices_(table, layer, weights[layer.name], options, [])
             for option in options:

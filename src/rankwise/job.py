@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise.budget import Budget
+from rankwise.cost import FITTED
 from rankwise.coverage import COMPRESSED, find_layers
 from rankwise.dream import imagine, noise
 from rankwise.effects import LARGEST, effect_table
@@ -25,7 +26,7 @@ from rankwise.multiple import best_multiple
 from rankwise.plan import Plan
 from rankwise.probe import batches
 from rankwise.pruning import Filters, plan_filters
-from rankwise.recover import Steps, recover_
+from rankwise.recover import Steps, read_effort, recover_
 from rankwise.refit import apply_fitted
 from rankwise.search import Settings, find_plan
 from rankwise.settle import settle
@@ -84,10 +85,10 @@ def planner(
         found = _auto(model, example, coverage, settings, title, data, progress, times)
         if found is not None:
             return found
-    elif settings.error == "effect" or "whitened" in settings.decompositions:
+    elif settings.error == "effect" or set(FITTED) & set(settings.decompositions):
         if data is None:
             raise no_data(settings)
-        if settings.error != "effect" or not {"whitened"} <= set(settings.decompositions) <= {"whitened", "svd"}:
+        if settings.error != "effect" or not {"whitened"} <= set(settings.decompositions) <= {*FITTED, "svd"}:
             raise RankwiseError(
                 f"error={settings.error!r} with decompositions={settings.decompositions!r} was asked for: 'effect' and "
                 f"'whitened' are known together only, and method='auto' with data= takes both"
@@ -126,7 +127,9 @@ def _auto(
     given, inputs, least = _inputs(model, example, coverage, data, settings.seed)
     if given is None:
         return None
-    wanted = replace(settings, error="effect", decompositions=("whitened", "svd"))
+    # A core between two layers is neither a fold nor a slice, and was not timed.
+    free = times is None and settings.folds == settings.groups == "all"
+    wanted = replace(settings, error="effect", decompositions=(*(FITTED if free else FITTED[:1]), "svd"))
 
     def otherwise(err: LinAlgError) -> Planner:
         plain = planner(model, example, coverage, settings, "auto", title, times=times)
@@ -202,7 +205,7 @@ def seen_for(model: nn.Module, example: Any, plan: Plan, data: Any = None) -> Se
 
     With the inputs of the time it was made it gives the same network again.
     """
-    if not any(choice.decomposition == "whitened" for choice in plan.choices):
+    if not any(choice.decomposition in FITTED for choice in plan.choices):
         return Seen()
     coverage, seed = find_layers(model, example), int(plan.settings.get("seed") or 0)
     data, inputs, least = _inputs(model, example, coverage, data, seed)
@@ -287,7 +290,7 @@ def compress(
     exclude: Iterable[str] | str = (),
     progress: Progress | None = None,
     data: Any = None,
-    recover: int = 0,
+    recover: int | str = 0,
     latency: float | None = None,
     timing: Timing | None = None,
     fuse: bool | None = None,
@@ -299,8 +302,8 @@ def compress(
     multiply-adds, which needs an example input, `latency` for the measured time of the example (see `Timing`); only
     tucker2 can do without any. `data`, any iterable of inputs without labels or a specification such as "digits", is
     for methods that look at activations, and for `recover`: so many steps of distillation from the original network at
-    the end. `fuse` folds batch norms into the layers before them, for inference; a budget in latency does so
-    unless `fuse` is False.
+    the end, or as many as fit into "90s". `fuse` folds batch norms into the layers before them, for inference; a budget
+    in latency does so unless `fuse` is False.
     """
     coverage = find_layers(model, example, exclude)
     settings = settings_for(method, **with_multiple(changes, model, example, timing, coverage))
@@ -317,15 +320,20 @@ def compress(
     make = planner(model, example, coverage, settings, method, title, source, progress, free, times)
     plan, seen = kept_in_time(make, budget, model, example, timing, folds)
     small, plan = build_network(model, plan, seen)
-    small = recovered(small, model, seen.data or source, recover) if recover else small
+    small = recovered(small, model, seen.data or source, recover)
     return finish(small, plan, example, folds)
 
 
-def recovered(small: nn.Module, model: nn.Module, data: Any, steps: int, progress: Steps | None = None) -> nn.Module:
-    """The network after so many steps of distillation from the original (recover.py)."""
+def recovered(
+    small: nn.Module, model: nn.Module, data: Any, effort: int | str, progress: Steps | None = None
+) -> nn.Module:
+    """The network after so many steps, or seconds, of distillation from the original (recover.py)."""
+    steps, seconds = read_effort(effort)
+    if not steps or seconds == 0:
+        return small
     if data is None:
         raise RankwiseError(
             "recovery learns from the original network's outputs, and there are no inputs: pass data= (or --data)"
         )
-    recover_(small, model, data, steps, progress=progress)
+    recover_(small, model, data, steps, seconds, progress=progress)
     return small

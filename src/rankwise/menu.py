@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rankwise import cored
 from rankwise.clusters import cluster_counts
 from rankwise.cost import Ints, Option, costs, groups_for
 from rankwise.decompose import Array
@@ -19,6 +20,8 @@ from rankwise.measure import Curve
 from rankwise.table import Table
 from rankwise.times import MARGIN
 from rankwise.tucker import has_taps
+
+OUTERS = 64  # outer ranks to choose from at most, where a core is fitted to data
 
 
 class Point(NamedTuple):
@@ -221,6 +224,8 @@ def _wanted(table: Table, layer: Layer, folds: object, groups: object, decomposi
             own = _narrowed(slices, layer, folds, groups)
         elif decomposition == "whitened":
             own = _narrowed(own, layer, folds, groups, screened=True)
+        elif decomposition == cored.NAME:
+            own = [o for o in own if o.outer % -(-layer.group_filters // OUTERS) == 0]
         elif decomposition == "tucker2" and not has_taps(layer):
             own = _narrowed(slices, layer, 0, 1)
         elif decomposition == "messi":

@@ -13,6 +13,7 @@ from torch import nn
 
 from rankwise import pca, response, tucker
 from rankwise.budget import Budget
+from rankwise.cost import FITTED
 from rankwise.coverage import find_layers
 from rankwise.data import load as load_data
 from rankwise.errors import RankwiseError
@@ -117,7 +118,7 @@ def needs_data(settings: Settings | Filters) -> bool:
     """Whether a method looks at activations."""
     if isinstance(settings, Filters):
         return settings.needs_data
-    return bool({"pca", "whitened"} & set(settings.decompositions)) or settings.error in ("output", "effect")
+    return bool({"pca", *FITTED} & set(settings.decompositions)) or settings.error in ("output", "effect")
 
 
 def needs_budget(settings: Settings | Filters) -> bool:
@@ -185,7 +186,7 @@ def table_for(
 
 
 def no_data(settings: Settings) -> RankwiseError:
-    what = next((d for d in ("pca", "whitened") if d in settings.decompositions), settings.error)
+    what = next((d for d in ("pca", *FITTED) if d in settings.decompositions), settings.error)
     return RankwiseError(
         f"{what!r} looks at what flows through the layers, and no calibration data was given: "
         f"pass data= (on the command line: --data)"

@@ -4,7 +4,7 @@ A decomposed layer is an `nn.Sequential` of an `encoder` and a `decoder`, both p
 
     svd, pca, whitened   encoder (one grouped layer), decoder; a `pad` in front where the last slice is narrower
     messi      encoder (`Branches`: gathers the channels of each cluster), decoder
-    tucker2    encoder (1×1), core (the layer's own kernel), decoder (1×1)
+    tucker2, whitened-tucker2   encoder (1×1), core (the layer's own kernel), decoder (1×1)
 
 Torch has no module for a grouped linear layer and none for groups of unequal size; everything else is its own.
 The pair carries `rankwise`, a dict of plain values that says what it was made from, so that it is not
@@ -35,7 +35,7 @@ def build_pair(layer: Layer, option: Option, rank: int, like: nn.Module) -> nn.S
     old: Any = like
     where = {"device": old.weight.device, "dtype": old.weight.dtype}
     bias = layer.bias or option.decomposition == "pca"  # principal components need one for the mean
-    make = {"tucker2": _tucker_parts, "messi": _cluster_parts}.get(option.decomposition, _slice_parts)
+    make = _tucker_parts if option.cored else _cluster_parts if option.decomposition == "messi" else _slice_parts
     pair = nn.Sequential(make(layer, option, rank, bias, where))
     pair.train(like.training)
     pair.requires_grad_(old.weight.requires_grad)
@@ -145,12 +145,8 @@ def fill_pair_(
     """
     bias = old.bias
     with torch.no_grad():
-        if option.decomposition == "tucker2":
-            left, core, right = tucker.factors(old.weight, layer, option.outer, rank)
-            shape = (1,) * layer.dims
-            _put_(pair.encoder, right.transpose(1, 2).reshape(layer.groups, rank, -1, *shape), layer)
-            _put_(pair.core, core, layer)
-            _put_(pair.decoder, left.reshape(layer.groups, -1, option.outer, *shape), layer)
+        if option.cored:
+            put_core_(pair, *tucker.factors(old.weight, layer, option.outer, rank), layer)
         else:
             if option.decomposition == "pca":
                 assert moments is not None, "surgery has refused a pca choice without moments"
@@ -174,6 +170,15 @@ def put_weights_(pair: nn.Sequential, encoder: Tensor, decoder: Tensor, layer: L
         _put_(pair.decoder, decoder, layer)
 
 
+def put_core_(pair: nn.Sequential, left: Tensor, core: Tensor, right: Tensor, layer: Layer) -> None:
+    """Write what `tucker.factors` gives into three parts."""
+    shape = (1,) * layer.dims
+    with torch.no_grad():
+        _put_(pair.encoder, right.transpose(1, 2).reshape(layer.groups, right.shape[2], -1, *shape), layer)
+        _put_(pair.core, core, layer)
+        _put_(pair.decoder, left.reshape(layer.groups, -1, left.shape[2], *shape), layer)
+
+
 def _fill_branches_(encoder: Branches, weight: Tensor, layer: Layer, option: Option, rank: int) -> None:
     """Each branch has only the channels of its cluster, and no more rank than that cluster can use."""
     for i, (branch, size, full) in enumerate(
@@ -193,7 +198,7 @@ def merge_pair(pair: nn.Sequential) -> nn.Module:
     layer, option, rank = decision_of(mark_of(pair) or {})
     layer = replace(layer, bias=getattr(pair.decoder, "bias", None) is not None)
     decoder = _take(pair.decoder, layer, layer.groups)
-    if option.decomposition == "tucker2":
+    if option.cored:
         first, core = (_take(p, layer, layer.groups) for p in (pair.encoder, pair.core))
         weight = stored(tucker.compose(decoder.flatten(2), core, first.flatten(2).transpose(1, 2)), layer)
     elif isinstance(pair.encoder, Branches):

@@ -35,9 +35,27 @@ from rankwise.surgery import copy_model
 BATCH = 128
 RATE = 1e-3
 WARM = 10  # steps in which the rate rises: Adam's first steps are as large as all others, whatever the gradients say
+MANY = 10**6  # steps, where the clock decides
 MOVE = 8  # images move by up to this part of their sides
 
 Steps = Callable[[int, int, float], None]  # steps done, steps in all, loss
+
+
+def read_effort(asked: int | str) -> tuple[int, float | None]:
+    """Steps and seconds at most: from 300 or "300", or from "90s", as many steps as that takes.
+
+    >>> read_effort("300"), read_effort("90s")
+    ((300, None), (1000000, 90.0))
+    """
+    text = str(asked)
+    timed = text.endswith("s")
+    try:
+        number = float(text[:-1]) if timed else float(int(text))
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise RankwiseError(f"recover={asked!r} is not understood: give a number of steps (300), or seconds (90s)")
+    return (MANY, number) if timed else (int(number), None)
 
 
 def recover(
@@ -91,7 +109,7 @@ def recover_(
             if not math.isfinite(losses[-1]):
                 raise RankwiseError(f"recovery diverged in step {len(losses)}: give a rate below {rate:g}")
             if progress:
-                progress(len(losses), steps, losses[-1])
+                progress(len(losses), min(steps, math.ceil(len(losses) / max(done, 1 / steps))), losses[-1])
     finally:
         for p in frozen:
             p.requires_grad_(False)

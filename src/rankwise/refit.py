@@ -25,17 +25,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rankwise import cored
+from rankwise.cost import FITTED
 from rankwise.decompose import pair_weights
 from rankwise.forward import run_example, undisturbed
 from rankwise.influence import Influence, some_patches
 from rankwise.layer import Layer, canonical, stored
-from rankwise.pairs import merge_pair, put_weights_
+from rankwise.pairs import merge_pair, put_core_, put_weights_
 from rankwise.plan import Choice, Plan
 from rankwise.probe import batches
 from rankwise.surgery import copy_model, match_layers, replace_layers_
 from rankwise.whiten import fit, root_of, share_for, shrunk
 
-NAME = "whitened"
 WORK = 4 * 10**12  # multiply-adds to spend on running both networks; one pass at least
 Task = tuple[Choice, Layer]
 
@@ -50,12 +51,12 @@ def apply_fitted(
     seed: int = 0,
     work: int | None = None,
 ) -> nn.Module:
-    """A copy of the model that follows the plan, its `whitened` choices fitted on the data one after the other.
+    """A copy of the model that follows the plan, its choices of what is FITTED found on the data one after the other.
 
     `least` is how far moments are drawn towards the identity at least. `work` is how many multiply-adds may be spent on
     running the networks, WORK unless given; with 0 nothing is run, and layers do not make up for each other.
     """
-    later = {choice.name for choice in plan.choices if choice.decomposition == NAME}
+    later = {choice.name for choice in plan.choices if choice.decomposition in FITTED}
     tasks = [(choice, layer) for choice, layer in match_layers(model, plan) if choice.name in later]
     small = copy_model(model)
     replace_layers_(small, plan, fill=True, moments=moments, later=later)
@@ -96,9 +97,12 @@ def _fit_(
     small: nn.Module, model: nn.Module, choice: Choice, layer: Layer, target: _Target, influence: Influence | None
 ) -> None:
     metric = None if influence is None else root_of(influence.metric)
-    found = fit(target.weight, layer, choice.option, target.moment, metric, choice.rank)
     pair: Any = small.get_submodule(layer.name)
-    put_weights_(pair, *pair_weights(*found.factors(choice.rank), layer, choice.option), layer)
+    if choice.option.cored:
+        put_core_(pair, *cored.factors(target.weight, layer, choice.option, choice.rank, target.moment, metric), layer)
+    else:
+        found = fit(target.weight, layer, choice.option, target.moment, metric, choice.rank)
+        put_weights_(pair, *pair_weights(*found.factors(choice.rank), layer, choice.option), layer)
     if influence is not None and target.inputs is not None and target.outputs is not None:
         merged: Any = merge_pair(pair)
         gap = target.outputs - _through(merged.weight, layer, target.inputs)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from rankwise.cost import FITTED
 from rankwise.coverage import find_layers
 from rankwise.decompose import check_finite
 from rankwise.errors import RankwiseError
@@ -57,8 +58,8 @@ def replace_layers_(
 ) -> None:
     """Put the pairs of a plan into a model and narrow what it prunes.
 
-    Without `fill` the weights of pairs are left for a file to set. `later` names choices of the decomposition
-    `whitened` that somebody fits to data afterwards; until then they are an svd.
+    Without `fill` the weights of pairs are left for a file to set. `later` names choices that somebody fits to data
+    afterwards; until then they come from the weights alone.
     """
     layers = match_layers(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -67,7 +68,7 @@ def replace_layers_(
     if fill:
         for choice, _ in layers:
             unseen = choice.decomposition == "pca" and choice.name not in (moments or {})
-            if unseen or (choice.decomposition == "whitened" and choice.name not in later):
+            if unseen or (choice.decomposition in FITTED and choice.name not in later):
                 raise RankwiseError(
                     f"layer {choice.name!r} of the plan is decomposed by what flows through it, which needs "
                     f"calibration data: use compress(..., data=...){', or give moments=' if unseen else ''}"

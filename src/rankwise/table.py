@@ -44,8 +44,8 @@ class Table:
     """Spectra of a model's layers, and the error curves that follow from them.
 
     `spectra[name, option]` has shape (G, k, r + 1), `norms[name, fold]` is ‖W‖₂ of that fold's matrix.
-    `given[name, option]` holds curves, by measure, that do not come from spectra. Those of tucker2 have two ranks:
-    its option there has no outer rank, and row r − 1 is outer rank r.
+    `given[name, option]` holds curves, by measure, that do not come from spectra. Options with a core have two ranks:
+    the option there has no outer rank, and row r − 1 is outer rank r.
     The weights themselves are not part of a table: only `exact` needs them, and finds them in `weights`.
     """
 
@@ -76,7 +76,7 @@ class Table:
         return list(self.cache["options"].get(layer.name, []))
 
     def _ranks_of(self, name: str, option: Option) -> list[Option]:
-        if option.decomposition != "tucker2":
+        if not option.cored:
             return [option]
         rows = len(next(iter(self.given[name, option].values())))
         return [replace(option, outer=r) for r in range(1, rows + 1)]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from rankwise import jsonio
-from rankwise.cost import Option, check_option, full_outer, full_rank
+from rankwise.cost import FITTED, Option, check_option, full_outer, full_rank
 from rankwise.decompose import Array
 from rankwise.errors import RankwiseError
 from rankwise.layer import Call, Coverage, Layer, Skipped
@@ -98,8 +98,8 @@ def _option(layer: Layer, key: list[Any], decomposition: str | None = None) -> O
         raise ValueError(f"option {fold!r}, {k!r}")
     members = tuple(tuple(int(c) for c in cluster) for cluster in (rest[0] if rest else ()))
     option = Option(fold, k, decomposition or ("messi" if members else "svd"), clusters=members)
-    # The options of tucker2 stand together, without an outer rank.
-    check_option(layer, replace(option, outer=1) if decomposition == "tucker2" else option, "a layer of the table")
+    # Options with a core stand together, without an outer rank.
+    check_option(layer, replace(option, outer=1) if option.cored else option, "a layer of the table")
     return option
 
 
@@ -123,8 +123,8 @@ def _read_table(header: dict[str, Any], tensors: dict[str, Array], coverage: Cov
         option = _option(layer, key, decomposition)
         curves = {m: tensors[f"given {i} {m}"] for m in measures if m in ALL_MEASURES}
         shape = _curve_shape(layer, option)
-        shorter = option.decomposition == "whitened"  # it knows the ranks that are worth having
-        fits = [c.ndim == 1 and 2 <= len(c) <= shape[0] if shorter else c.shape == shape for c in curves.values()]
+        least = 2 if option.decomposition in FITTED else shape[-1]  # those have ranks that are worth having, no others
+        fits = [c.shape[:-1] == shape[:-1] and least <= c.shape[-1] <= shape[-1] for c in curves.values()]
         if not fits or not all(fits):
             raise ValueError(f"curves of {key[:3]}")
         table.given[layer.name, option] = curves
@@ -139,7 +139,7 @@ def _read_table(header: dict[str, Any], tensors: dict[str, Array], coverage: Cov
 
 
 def _curve_shape(layer: Layer, option: Option) -> tuple[int, ...]:
-    if option.decomposition == "tucker2":
+    if option.cored:
         return (full_outer(layer), layer.group_channels + 1)
     return (full_rank(layer, option) + 1,)
 

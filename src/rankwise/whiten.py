@@ -66,25 +66,33 @@ def fit(
     most: int | None = None,
 ) -> Fitted:
     """All ranks at once, or those up to `most`. `moment` is (G, d, d) of the patches, `metric` S as (G, f/G, f/G)."""
-    slices = cut(weight, layer, option).to("cpu", torch.float64)
+    found, roots, crosses = [], [], []
+    errors = np.zeros(1)
+    for slices, rows, blocks, scale in parts(weight, layer, option, moment, metric):
+        encoder = encoders(slices, scale, blocks)[:, :most]
+        root, cross = features(rows, encoder, blocks)
+        errors = errors + _errors(rows, scale, blocks, root, cross, encoder.shape[1])
+        found.append(encoder)
+        roots.append(root)
+        crosses.append(cross)
+    rows_of_slice = layer.group_filters * taps(layer, option)[0]
+    return Fitted(torch.stack(found), tuple(roots), tuple(crosses), errors, rows_of_slice)
+
+
+def parts(
+    weight: Tensor, layer: Layer, option: Option, moment: Tensor, metric: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """For each group: its slices (k, rows, columns), the weight (outputs, taps, c·taps), blocks of M, and S."""
+    sliced = cut(weight, layer, option).to("cpu", torch.float64)
     left = taps(layer, option)[0]
     whole = to_matrix(canonical(weight.detach(), layer), option.fold).to("cpu", torch.float64)
-    whole = whole.reshape(layer.groups, layer.group_filters, left, -1)  # (G, f, taps, c·taps)
-    encoders, roots, crosses = [], [], []
-    errors = np.zeros(1)
-    for g in range(layer.groups):
-        rows, blocks = whole[g], _blocks(layer, option, moment[g])
-        scale = None if metric is None else metric[g]
+    whole = whole.reshape(layer.groups, layer.group_filters, left, -1)
+    for g, slices in enumerate(sliced):
+        rows, scale = whole[g], None if metric is None else metric[g]
         if layer.transposed:
             rows = rows.reshape(-1, 1, rows.shape[-1])
             scale = None if scale is None else torch.kron(scale, torch.eye(left, dtype=scale.dtype))
-        encoder = _encoders(slices[g], scale, blocks)[:, :most]
-        root, cross = _features(rows, encoder, blocks)
-        errors = errors + _errors(rows, scale, blocks, root, cross, encoder.shape[1])
-        encoders.append(encoder)
-        roots.append(root)
-        crosses.append(cross)
-    return Fitted(torch.stack(encoders), tuple(roots), tuple(crosses), errors, layer.group_filters * left)
+        yield slices, rows, _blocks(layer, option, moment[g]), scale
 
 
 def _blocks(layer: Layer, option: Option, moment: Tensor) -> Tensor:
@@ -104,20 +112,16 @@ def rough_errors(weight: Tensor, layer: Layer, option: Option, moment: Tensor, m
 
     No decoder is fitted, so it takes a fraction of the time. Options of one layer come in nearly the same order.
     """
-    slices = cut(weight, layer, option).to("cpu", torch.float64)
     lost = np.zeros(1)
-    for g in range(layer.groups):
-        blocks, scale = _blocks(layer, option, moment[g]), metric[g]
-        if layer.transposed:
-            scale = torch.kron(scale, torch.eye(taps(layer, option)[0], dtype=scale.dtype))
-        energy = torch.stack([torch.linalg.eigvalsh(_gram(*each)[0]) for each in _turned(slices[g], scale, blocks)])
+    for slices, _, blocks, scale in parts(weight, layer, option, moment, metric):
+        energy = torch.stack([torch.linalg.eigvalsh(_gram(*each)[0]) for each in _turned(slices, scale, blocks)])
         strongest = energy.clamp_min(0).sum(0).numpy()[::-1]
         lost = lost + np.append(np.cumsum(strongest[::-1])[::-1], 0.0)
     return lost
 
 
-def _encoders(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
-    """(k, r, columns), strongest first.
+def encoders(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """(k, r, columns), strongest first. `scale` may have fewer rows than there are outputs.
 
     For A = S W_i and M_i = C Cᵀ: the leading right singular vectors of A C, times C⁻¹. From the left ones they are
     UᵀA / σ, so that a wide slice needs no root of M_i at all.
@@ -138,7 +142,7 @@ def _encoders(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
 def _turned(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """A = S W_i and M_i of each slice; M_i is the mean over the taps that the decoder owns."""
     same = blocks.diagonal(dim1=0, dim2=2).mean(-1)
-    k, rows, columns = slices.shape
+    k, _, columns = slices.shape
     missing = k * columns - len(same)
     if missing:
         same = torch.constant_pad_nd(same, (0, missing, 0, missing))
@@ -146,7 +150,7 @@ def _turned(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Iterator[tu
     for i, matrix in enumerate(slices):
         here = slice(i * columns, (i + 1) * columns)
         if scale is not None:
-            matrix = (scale @ matrix.reshape(len(scale), -1)).reshape(rows, columns)
+            matrix = (scale @ matrix.reshape(scale.shape[1], -1)).reshape(-1, columns)
         yield matrix, same[here, here] + least * torch.eye(columns, dtype=same.dtype)
 
 
@@ -158,7 +162,7 @@ def _gram(matrix: Tensor, moment: Tensor) -> tuple[Tensor, Tensor | None]:
     return root.t() @ (matrix.t() @ matrix) @ root, root
 
 
-def _features(rows: Tensor, encoder: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def features(rows: Tensor, encoder: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Second moments of the encoders' outputs, factorised, and theirs with the layer's; order (rank, slice, tap).
 
     An encoder reads its own slice only, so slices are multiplied one by one.
