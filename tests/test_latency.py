@@ -334,6 +334,28 @@ def test_the_faster_layout_is_taken_and_kept(faster: bool, monkeypatch: pytest.M
     assert model[0].weight.is_contiguous()
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_how_the_networks_compare_is_measured_without_clocks(
+    fuse: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Layers and what is beside them say how time is shared; two networks in turns say how much there is."""
+
+    def splits(networks: Any, names: Any, timing: Any) -> Any:
+        return [(1.0 / (1 + i), dict.fromkeys(names, 2.0 / (1 + i))) for i, _ in enumerate(networks)]
+
+    def turns(networks: Any, *_: Any) -> list[Measured]:
+        assert len(networks) == 2
+        return [Measured((8.0,)), Measured((6.0,))]
+
+    monkeypatch.setattr(stopwatch, "split_seconds", splits)
+    monkeypatch.setattr(stopwatch, "time_networks", turns)
+    times = measure_times(network(), EXAMPLE, QUICK, cache=tmp_path, seconds=0.5, fuse=fuse)
+    parts = times.fixed + sum(times.dense(name) for name in times.layers)
+    assert times.layout == "channels-last"
+    assert parts / times.total == pytest.approx(0.75)
+    assert times.beside * 2 == pytest.approx(next(iter(times.layers.values())))
+
+
 def test_a_layer_that_is_called_twice_counts_twice(tmp_path: Path) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
