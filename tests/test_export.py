@@ -225,9 +225,9 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.norm = nn.Conv2d(3, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12)
         self.b, self.c = nn.Conv2d(12, 16, 3, stride=2, padding=1, groups=2), nn.Conv2d(16, 16, (1, 3), dilation=(1, 2))
-        self.d = nn.Linear(16, 20)
+        self.d, self.e, self.f = nn.Linear(16, 20), nn.PReLU(16), nn.InstanceNorm2d(16, affine=True)
     def forward(self, x):
-        return self.d(self.c(self.b(self.norm(self.a(x)).relu()).relu()).mean((2, 3)))
+        return self.d(self.f(self.c(self.e(self.b(self.norm(self.a(x)).relu())))).square().mean((2, 3)))
 """
 
 
@@ -251,8 +251,9 @@ def test_folders_open_without_rankwise(tmp_path: Path) -> None:
             assert bool(plan.fused) == fuse
             rw.save(small, plan, tmp_path / f"{fold}{fuse}")
             known[f"{fold}{fuse}"] = small(x).detach()
-    for method in ("pca", "tucker2", "ft"):
-        given = {"data": [x]} if method == "pca" else {}
+    for method in ("pca", "tucker2", "ft", "auto"):
+        given: dict[str, Any] = {"data": [x]} if method in ("pca", "auto") else {}
+        given |= {"exclude": ["d"]} if method == "auto" else {}  # sliced linear layers are no modules of torch
         small, plan = rw.compress(model, x, method=method, keep=0.85, fuse=method == "ft", **given)
         assert plan.choices or plan.pruned
         rw.save(small, plan, tmp_path / method)

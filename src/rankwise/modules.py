@@ -173,7 +173,8 @@ def dense_module(layer: Layer, where: dict[str, Any]) -> Any:
 _BUILT_WITH: dict[type[nn.Module], str] = {
     nn.Linear: "in_features out_features bias",
     nn.modules.conv._ConvNd: "in_channels out_channels kernel_size stride padding dilation groups bias padding_mode",
-    nn.modules.batchnorm._BatchNorm: "num_features eps momentum affine track_running_stats",
+    nn.modules.batchnorm._NormBase: "num_features eps momentum affine track_running_stats",  # and instance norms
+    nn.PReLU: "num_parameters",
     nn.modules.padding._ConstantPadNd: "padding value",
 }
 
@@ -183,9 +184,10 @@ def recipe(module: nn.Module) -> Any:
     if mark_of(module) is not None:
         return {name: recipe(child) for name, child in module.named_children()}
     names = next((names for cls, names in _BUILT_WITH.items() if isinstance(module, cls)), "")
+    kinds = [c.__name__ for c in type(module).__mro__ if names and c.__module__.startswith("torch.nn")]
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         names += " output_padding"
     values = {name: getattr(module, name) for name in names.split()}
     if "bias" in values:
         values["bias"] = values["bias"] is not None
-    return [type(module).__name__, values]
+    return [kinds[0] if kinds else type(module).__name__, values]
