@@ -14,7 +14,7 @@ FLOORS = [
     "errors version jsonio fold layer cost decompose measure moments pca tucker vbmf clusters response whiten cored",
     "times table table_file plan budget menu allocate knapsack unbudgeted search",
     "modules pairs narrow forward coverage surgery fuse layout checkpoint graph trials channels",
-    "images sources data probe sensitivity pruning influence effects refit recover dream latency times_file "
+    "images sources data probe sensitivity pruning influence effects refit mimic recover dream latency times_file "
     "stopwatch multiple settle merge methods job",
     "zoo spec factory weights vision networks evaluate forecast smallest augment feed recipes engine state teach train "
     "lc material",

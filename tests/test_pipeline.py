@@ -76,7 +76,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compressed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compressed") / "small"
     model = networks.build(str(trained))
-    small, plan = rw.compress(model, torch.zeros(1, 1, 8, 8), keep=0.25)
+    small, plan = rw.compress(model, torch.zeros(1, 1, 8, 8), keep=0.25, error="energy")
     rw.save(small, replace(plan, model="digits-cnn"), out)
     return out
 

@@ -1,8 +1,8 @@
 """Training recipes: every hyperparameter as one frozen value, and the learning rate as a function of it.
 
 `paper:NETWORK` are the tables of the supplement of Liebenwein et al. (2021), one recipe for each network.
-`fast` and `gentle` are ours, for few epochs on a CPU. Any field can be replaced: `change(recipe, epochs="3")`,
-on the command line `--set epochs=3`.
+`fast`, `gentle` and `taught` are ours, for few epochs on a CPU. Any field can be replaced:
+`change(recipe, epochs="3")`, on the command line `--set epochs=3`.
 """
 
 from __future__ import annotations
@@ -210,6 +210,11 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "gentle", epochs=3, batch_size=128, lr=0.02, warmup=0.2, schedule="cycle", nesterov=True,
             weight_decay=1e-4, augment="auto", retrain=3,
+        ),
+        # With a teacher (teach.py), whose losses are small numbers: steps must not depend on their size.
+        Recipe(
+            "taught", epochs=3, batch_size=128, lr=1e-3, warmup=0.2, schedule="cycle", optimizer="adamw",
+            weight_decay=0.0, augment="auto", retrain=3,
         ),
     )
 }  # fmt: skip

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from torch.nn import functional as F
 
 from rankwise.errors import RankwiseError
 from rankwise.forward import run_example, tensors_of, undisturbed
-from rankwise.modules import mark_of
+from rankwise.mimic import errors_of, outputs_of, replaced
 from rankwise.probe import batches, check_some
 from rankwise.surgery import copy_model
 
@@ -145,11 +143,9 @@ def _step_(
             batch = batch[torch.randperm(len(batch), generator=random)[:BATCH]]
         if batch.ndim == 4 and batch.is_floating_point():
             batch = varied(batch, random).contiguous(memory_format=torch.channels_last)
-    known = dict(original.named_modules())
-    names = [name for name, module in small.named_modules() if mark_of(module) is not None and name in known]
-    with undisturbed(original), _outputs(original, names) as layers:
+    with undisturbed(original), outputs_of(original, replaced(small, original)) as layers:
         wanted = _answers(run_example(original, batch))
-    with _errors(small, layers) as errors:
+    with errors_of(small, layers) as errors:
         given = _answers(run_example(small, batch))
     parts = [(a.float() - b.to(a.device).float()).square().sum() for a, b in zip(given, wanted, strict=True)]
     loss = torch.stack(parts).sum() / (len(wanted[0]) * scale)
@@ -159,47 +155,6 @@ def _step_(
     torch.autograd.backward(loss)
     optimiser.step()
     return float(loss.detach())
-
-
-@contextmanager
-def _hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-    """With a forward hook on each of these modules."""
-    handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """What layers give, call by call; copies, since what follows may work in place."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def keep(mine: list[Tensor], _module: nn.Module, _args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point():
-            mine.append(output.detach().clone())
-
-    with _hooked(model, {name: partial(keep, mine) for name, mine in found.items()}):
-        yield found
-
-
-@contextmanager
-def _errors(model: nn.Module, wanted: Mapping[str, list[Tensor]]) -> Iterator[list[Tensor]]:
-    """‖y − y°‖² / Var(y°) for every call of a layer while the model runs."""
-    found: list[Tensor] = []
-
-    def compare(left: Iterator[Tensor], _module: nn.Module, _args: Any, output: Any) -> None:
-        there = next(left, None)
-        if there is not None and isinstance(output, Tensor) and output.shape == there.shape:
-            there = there.to(output.device, torch.float32)
-            energy = there.square().sum()
-            spread = (there - there.mean(0)).square().sum().clamp_min(1e-6 * energy)
-            found.append((output.float() - there).square().sum() / spread.clamp_min(1e-30))
-
-    with _hooked(model, {name: partial(compare, iter(given)) for name, given in wanted.items()}):
-        yield found
 
 
 def varied(images: Tensor, random: torch.Generator) -> Tensor:

@@ -1,24 +1,49 @@
 """A second teacher beside the labels: the network before it was compressed.
 
-With logits s of the network that is trained and t of the teacher, on the same augmented images, the loss is (Hinton et
-al. 2015)
+On the same augmented images the loss is
 
-    (1 − SHARE) · loss(s, labels) + SHARE · T² · KL(softmax(t / T) ‖ softmax(s / T)),   T = TEMPERATURE
+    SHARE · loss(s, labels)  +  ‖s − t‖² / Var(t)  +  mean over replaced layers of ‖y − y°‖² / Var(y°)
 
-where T² keeps the gradients of both terms in one unit. The teacher is in evaluation mode and is never changed.
+with logits s of the network that is trained and t of the teacher, and outputs y of its pairs and y° of the layers that
+they stand for: what recovery without labels learns from (recover.py), on all images of the training data. The teacher
+is in evaluation mode and is never changed.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.nn import functional as F
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-SHARE = 0.9
-TEMPERATURE = 4.0
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankwise.mimic import errors_of, outputs_of, relative, replaced
+
+SHARE = 0.1
+
+Lesson = Callable[[Tensor, Tensor], Tensor]  # loss by labels, logits → the loss above
 
 
-def taught(loss: Tensor, logits: Tensor, wanted: Tensor) -> Tensor:
-    """The loss above; logits are B×C, or B×C×H×W for segmentation, where every pixel counts as one input."""
-    ours, theirs = ((t.float() / TEMPERATURE).log_softmax(1) for t in (logits, wanted))
-    apart = F.kl_div(ours, theirs, reduction="none", log_target=True).sum(1).mean()
-    return (1 - SHARE) * loss + SHARE * TEMPERATURE**2 * apart
+@contextmanager
+def lesson(
+    teacher: nn.Module | None, small: nn.Module, x: Tensor, answer: Callable[[object], Tensor]
+) -> Iterator[Lesson]:
+    """What the teacher says to x; run `small` on it inside, and ask for the loss. Without a teacher it is the labels'.
+
+    `answer` finds the logits in what a network gives.
+    """
+    if teacher is None:
+        yield lambda loss, _: loss
+        return
+    if isinstance(small, DistributedDataParallel):
+        small = small.module
+    with torch.no_grad(), outputs_of(teacher, replaced(small, teacher)) as layers:
+        wanted = answer(teacher(x))
+    with errors_of(small, layers) as errors:
+
+        def whole(loss: Tensor, logits: Tensor) -> Tensor:
+            apart = relative(logits, wanted)
+            return SHARE * loss + (apart + torch.stack(errors).mean() if errors else apart)
+
+        yield whole

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from rankwise.evaluate import Score, class_logits, evaluate, like, mode
 from rankwise.feed import Feed
 from rankwise.recipes import Recipe, rate
 from rankwise.state import State
-from rankwise.teach import taught
+from rankwise.teach import lesson
 
 Progress = Callable[[int, int, float], None]  # epochs done, epochs in all, mean loss of the last one
 Penalty = Callable[[int], Callable[[], Tensor]]  # at the start of an epoch → a scalar to add to every loss
@@ -147,14 +148,11 @@ def _epoch_(
             group["lr"] = lr
         x, y = like(model, feed.split.normalise(images.to(engine.device))), y.to(engine.device)
         x = x.contiguous(memory_format=torch.channels_last)
-        output = model(x)
+        with lesson(hooks.teacher, model, x, partial(class_logits, split=feed.split)) as taught:
+            output = model(x)
         logits = class_logits(output, feed.split).float()
         loss = _loss(logits, y, recipe.label_smoothing)
-        whole = loss + _AUXILIARY * _loss(output["aux"], y, 0.0) if _has_second(output) else loss
-        if hooks.teacher is not None:
-            with torch.no_grad():
-                wanted = class_logits(hooks.teacher(x), feed.split)
-            whole = taught(whole, logits, wanted)
+        whole = taught(loss + _AUXILIARY * _loss(output["aux"], y, 0.0) if _has_second(output) else loss, logits)
         if penalty is not None:
             whole = whole + penalty()
         optimizer.zero_grad()

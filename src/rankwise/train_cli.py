@@ -66,7 +66,12 @@ def retrain(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `rankwise compress` wrote.")],
     data: DataArg,
     out: OutOpt,
-    recipe: RecipeOpt = "gentle",
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe", metavar="R", help=f"gentle, or taught with --teacher, unless given: {', '.join(RECIPES)}."
+        ),
+    ] = None,
     changes: SetOpt = None,
     base: Annotated[
         str | None,
@@ -87,7 +92,7 @@ def retrain(
     as_json: JsonOpt = False,
 ) -> None:
     """Retrain a compressed network by the last epochs of a recipe (learning-rate rewinding)."""
-    chosen = change(get_recipe(recipe), read_changes(changes or ()))
+    chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_changes(changes or ()))
     if out.resolve() == folder.resolve():
         raise RankwiseError(f"--out {out} is the folder that is retrained: give another one, so that both remain")
     with _watched(chosen, out, tensorboard, as_json) as watch:
