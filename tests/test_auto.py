@@ -351,6 +351,7 @@ def test_the_whole_job(budget: dict[str, float], with_data: bool, tmp_path: Path
     watch.check()
     assert plan.method == "auto"
     assert plan.search["inputs"] == ("calibration" if with_data else "imagined")
+    assert plan.choices
     assert {c.decomposition for c in plan.choices} <= {"whitened", "whitened-tucker2"}
     assert plan.settings["error"] == "effect"
     assert all(c.error["effect"] >= 0 for c in plan.choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise import cored, effects, tucker
-from rankwise.cost import Option, full_outer, full_rank
+from rankwise.cost import Option, check_option, full_outer, full_rank
 from rankwise.layer import Layer, stored
 from rankwise.pairs import build_pair, fill_pair_, merge_pair, put_core_
 from rankwise.search import Settings
 from rankwise.whiten import fit
+from sentences import check_sentence
 from strategies import cases
 from test_laws import layer_of, relative
 from test_whiten import cost_of, metric_of, moment_of
@@ -208,3 +210,28 @@ def test_many_filters_give_few_outer_ranks(monkeypatch: pytest.MonkeyPatch, imag
 def test_layers_without_anything_between(module: nn.Module) -> None:
     x = torch.randn(1, 8) if isinstance(module, nn.Linear) else torch.randn(1, 8, 5, 5)
     assert not cored.is_possible(layer_of(module, x))
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [(nn.ConvTranspose2d(8, 8, 3), (1, 8, 5, 5)), (nn.Conv2d(8, 8, 1), (1, 8, 5, 5)), (nn.Linear(8, 8), (1, 8))],
+    ids=["transposed", "1×1", "linear"],
+)
+def test_a_plan_that_asks_for_it_there_is_refused(module: nn.Module, shape: tuple[int, ...]) -> None:
+    layer = layer_of(module, torch.randn(shape))
+    option = Option(cored.family(layer).fold, 1, cored.NAME, 2)
+    assert "needs a kernel" in check_sentence(lambda: check_option(layer, option, "layer '0' of the plan"))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"outer": 0}, {"outer": 999}, {"outer": "2"}, {"rank": 999}, {"groups": 2}], ids=str
+)
+def test_a_plan_with_bad_ranks_is_refused(
+    network: nn.Sequential, images: Tensor, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    _, plan = rw.compress(network, images[:1], keep=0.15, data=[images])
+    data = json.loads(plan.dumps())
+    next(entry for entry in data["layers"] if entry.get("outer")).update(changed)
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    said = check_sentence(lambda: rw.apply_plan(network, rw.Plan.load(tmp_path / "plan.json")))
+    assert "calibration data" not in said, "the plan itself is refused"

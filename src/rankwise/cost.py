@@ -228,6 +228,11 @@ def check_option(layer: Layer, option: Option, where: str) -> None:
         )
     if option.cored and not 1 <= option.outer <= full_outer(layer):
         raise RankwiseError(f"{where} has outer rank {option.outer}: possible are 1 to {full_outer(layer)}")
+    if option.decomposition == "whitened-tucker2" and (layer.transposed or math.prod(layer.kernel) == 1):
+        raise RankwiseError(
+            f"{where} has the decomposition 'whitened-tucker2', which needs a kernel and no transposed convolution: "
+            f"take 'whitened' or 'tucker2' there"
+        )
     if not option.cored and option.outer:
         raise RankwiseError(f"{where} has an outer rank, which {option.decomposition!r} does not have: leave it out")
     if option.decomposition != "messi" and option.clusters:

@@ -10,7 +10,7 @@ With σ_{i,j+1} the first singular value that slice i drops, and W the matrix of
     energy  Σᵢ Σ_{m>j} σ²_{i,m} / ‖W‖²_F   exactly ‖W − Ŵ‖²_F / ‖W‖²_F
 
 Two need calibration data: `output` is the share of the layer's outputs' variance that is lost (response.py), `effect`
-the share of the network's outputs' variance, for the decomposition `whitened` (influence.py).
+the share of the network's outputs' variance, for decompositions that are fitted to data (influence.py).
 One more is not relative; `l-rank` weighs it against the cost:
 
     residual  Σᵢ Σ_{m>j} σ²_{i,m}           ‖W − Ŵ‖²_F

@@ -51,7 +51,7 @@ def apply_fitted(
     seed: int = 0,
     work: int | None = None,
 ) -> nn.Module:
-    """A copy of the model that follows the plan, its choices of what is FITTED found on the data one after the other.
+    """A copy of the model that follows the plan, with what is FITTED to data fitted layer after layer.
 
     `least` is how far moments are drawn towards the identity at least. `work` is how many multiply-adds may be spent on
     running the networks, WORK unless given; with 0 nothing is run, and layers do not make up for each other.
