@@ -20,12 +20,12 @@ from common import machine, resnet20, resnet20_arguments, say
 from torch import nn
 
 import rankwise as rw
-from rankwise import data
-from rankwise.evaluate import evaluate
-from rankwise.job import build_network, planner
+from rankwise.calibration.activations import batches
+from rankwise.calibration.distill import recover_
+from rankwise.compression import build_network, planner
+from rankwise.data import splits
 from rankwise.methods import AUTO
-from rankwise.probe import batches
-from rankwise.recover import recover_
+from rankwise.training.evaluate import evaluate
 
 REMOVED = {"params": (15, 25, 30, 35, 40, 45, 50, 60, 70, 80), "macs": (15, 25, 35, 40, 45, 50, 55, 60)}  # %
 IMAGES = 1024
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = resnet20(args.weights)
-    test = data.load(f"parquet:{args.data}", "test")
+    test = splits.load(f"parquet:{args.data}", "test")
     base = evaluate(model, test).top1
     say(f"n = {len(test):,} test images, before: {base:.2f} %; {machine()}\n")
     say("| inputs | budget | CR-P % | CR-F % | change in top-1 | predicted effect | seconds to plan and fit |")
@@ -69,7 +69,7 @@ def fitter(
     model: nn.Module, mode: str, folder: str
 ) -> Callable[[rw.Budget], tuple[nn.Module, rw.Plan, list[Any], str]]:
     """From a budget to a fitted network, its plan, its inputs, and the seconds for all; the table is made once."""
-    images = list(batches(data.load(f"parquet:{folder}", "fit").thin(IMAGES))) if mode == "calibration" else None
+    images = list(batches(splits.load(f"parquet:{folder}", "fit").thin(IMAGES))) if mode == "calibration" else None
     start = time.perf_counter()
     make = planner(model, EXAMPLE, rw.find_layers(model, EXAMPLE), AUTO, "auto", "resnet20", images, free=True)
     before = time.perf_counter() - start

@@ -15,12 +15,13 @@ import time
 import psutil
 from common import machine, say
 
-from rankwise import cluster, jsonio
-from rankwise.cell import row_path
-from rankwise.cluster import Job
-from rankwise.results import write_row
-from rankwise.study import Cell
-from rankwise.study_file import make_study
+from rankwise.core import files
+from rankwise.studies import workers
+from rankwise.studies.cell import row_path
+from rankwise.studies.study import Cell
+from rankwise.studies.study_file import make_study
+from rankwise.studies.workers import Job
+from rankwise.training.results import write_row
 
 
 def fake(cell: Cell, out: str, seconds: float) -> None:
@@ -57,16 +58,16 @@ def main() -> None:
     say(f"{len(jobs):,} cells listed and named in {time.perf_counter() - start:.1f} s; {machine()}")
     with tempfile.TemporaryDirectory() as out:
         start = time.perf_counter()
-        make = cluster.Ray("local", args.workers) if args.engine == "ray" else cluster.Pool(args.workers)
+        make = workers.Ray("local", args.workers) if args.engine == "ray" else workers.Pool(args.workers)
         with make as engine:
             warm = [Job(f"warm{i}", time.sleep, (0.5,)) for i in range(2 * args.workers)]
-            cluster.run(warm, engine, lambda job, error: None)
+            workers.run(warm, engine, lambda job, error: None)
             say(f"{args.engine} started with {args.workers} workers in {time.perf_counter() - start:.1f} s")
             jobs = [Job(cell.name, fake, (cell, out, args.work)) for cell in cells]
             measure(jobs, cells, out, engine, args.workers)
 
 
-def measure(jobs: list[Job], cells: list[Cell], out: str, engine: cluster.Engine, workers: int) -> None:
+def measure(jobs: list[Job], cells: list[Cell], out: str, engine: workers.Engine, workers: int) -> None:
     driver, done, wrong = psutil.Process(), 0, 0
 
     def told(job: Job, error: str | None) -> None:
@@ -78,9 +79,9 @@ def measure(jobs: list[Job], cells: list[Cell], out: str, engine: cluster.Engine
             say(f"{done:,} cells after {spent:.1f} s: driver {mine:.0f} MB, worker {largest:.0f} MB")
 
     start = time.perf_counter()
-    cluster.run(jobs, engine, told)
+    workers.run(jobs, engine, told)
     seconds = time.perf_counter() - start
-    rows = [jsonio.parse(row_path(cell, out).read_bytes(), cell.name) for cell in cells]
+    rows = [files.parse(row_path(cell, out).read_bytes(), cell.name) for cell in cells]
     worked = sum(row["seconds"] for row in rows) / len(rows)
     overhead = workers * seconds / len(rows) - worked
     clock = 1000 * seconds / len(rows)

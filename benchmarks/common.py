@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rankwise import networks
+from rankwise.models import networks
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

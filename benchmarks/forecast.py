@@ -18,11 +18,11 @@ from common import machine, resnet20, resnet20_arguments, say
 from torch import nn
 
 import rankwise as rw
-from rankwise import data
-from rankwise.data import Split
-from rankwise.forecast import forecast
-from rankwise.job import build_network, planner
+from rankwise.compression import build_network, planner
+from rankwise.data import splits
+from rankwise.data.splits import Split
 from rankwise.methods import AUTO
+from rankwise.training.forecast import forecast
 
 REMOVED = {"params": (25, 40, 50, 60, 70), "macs": (25, 45, 55)}  # %
 IMAGES = 1024
@@ -34,14 +34,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = resnet20(args.weights)
-    test = data.load(f"parquet:{args.data}", "test")
+    test = splits.load(f"parquet:{args.data}", "test")
     half = len(test) // 2
     seen, kept = test.subset(torch.arange(half)), test.subset(torch.arange(half, len(test)))
     say(f"forecast on {min(args.images, half):,}, measured on {len(kept):,} other test images; {machine()}\n")
     say("| budget | CR-P % | CR-F % | predicted loss, points | its interval | measured ± 1.96 std. errors | inside |")
     say("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
     example = torch.zeros(1, 3, 32, 32)
-    images = data.load(f"parquet:{args.data}", "fit").thin(IMAGES)
+    images = splits.load(f"parquet:{args.data}", "fit").thin(IMAGES)
     plan_for = planner(model, example, rw.find_layers(model, example), AUTO, "auto", "resnet20", images, free=True)
     for unit, removed in [(u, r) for u in REMOVED for r in REMOVED[u]]:
         plan, looked = plan_for(rw.Budget(**{unit: 1 - removed / 100}))

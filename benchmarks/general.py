@@ -26,10 +26,10 @@ from common import machine, say
 from torch import Tensor
 
 import rankwise as rw
+from rankwise.compression import build_network, is_free, planner
 from rankwise.errors import BudgetError
-from rankwise.job import build_network, is_free, planner
 from rankwise.methods import METHODS, needs_data, settings_for
-from rankwise.pruning import Filters
+from rankwise.pruning.filters import Filters
 from small import TRAINED, Case, fashion, image_case, mnist, text_case
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)

@@ -27,19 +27,20 @@ from common import SHARED, machine, say
 from torch import nn
 
 import rankwise as rw
-from rankwise import data, networks
-from rankwise.effects import effect_table
-from rankwise.evaluate import evaluate
-from rankwise.fuse import find_norms, fuse_norms
-from rankwise.latency import time_networks
-from rankwise.layout import lay_out_
+from rankwise.calibration.activations import batches
+from rankwise.calibration.effect_table import effect_table
+from rankwise.calibration.fit import apply_fitted
+from rankwise.data import splits
 from rankwise.methods import AUTO
-from rankwise.probe import batches
-from rankwise.refit import apply_fitted
-from rankwise.search import find_plan
-from rankwise.settle import settle, shaped
-from rankwise.stopwatch import SLICES
-from rankwise.surgery import copy_model
+from rankwise.models import networks
+from rankwise.planning.planner import find_plan
+from rankwise.surgery.fuse import find_norms, fuse_norms
+from rankwise.surgery.layout import lay_out_
+from rankwise.surgery.replace import copy_model
+from rankwise.timing.clock import time_networks
+from rankwise.timing.cost_model import SLICES
+from rankwise.timing.tune import settle, shaped
+from rankwise.training.evaluate import evaluate
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LATENCIES = (0.8, 0.7, 0.6, 0.5, 0.4)
@@ -81,7 +82,7 @@ class Bench:
         self.settings, self.inputs, self.influence = replace(AUTO, groups=SLICES), None, {}
         if name == "resnet20" and args.data:
             self.settings = replace(self.settings, error="effect", decompositions=("whitened", "svd"))
-            self.inputs = list(batches(data.load(f"parquet:{args.data}", "fit").thin(IMAGES)))
+            self.inputs = list(batches(splits.load(f"parquet:{args.data}", "fit").thin(IMAGES)))
             self.table, self.influence = effect_table(self.model, self.coverage, self.settings, self.inputs)
         else:
             self.table = rw.build_table(self.model, self.example, groups=SLICES, exclude=args.exclude)
@@ -198,7 +199,7 @@ def _tables(bench: Bench) -> list[str]:
 
 def _accuracy(bench: Bench, args: argparse.Namespace) -> None:
     """auto at the acceptance budget against every plan of the other methods that is as fast, norms folded in all."""
-    test = data.load(f"parquet:{args.data}", "test")
+    test = splits.load(f"parquet:{args.data}", "test")
     base = evaluate(bench.model, test).top1
     say(f"n = {len(test):,} test images, before: {base:.2f} %; all with batch norms folded and in the same layout\n")
     say("| method | asked | params | macs | measured | change in top-1 |\n| --- | --- | ---: | ---: | ---: | ---: |")

@@ -16,11 +16,11 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise import data
-from rankwise.budget import Budget
-from rankwise.evaluate import evaluate
-from rankwise.influence import Influence, influences
-from rankwise.layer import Layer, canonical
+from rankwise.calibration.output_metric import Influence, influences
+from rankwise.core.layer import Layer, canonical
+from rankwise.data import splits
+from rankwise.planning.budget import Budget
+from rankwise.training.evaluate import evaluate
 
 KEEPS = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35)
 PLANS = {
@@ -40,11 +40,11 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=2_000)
     args = parser.parse_args()
     model = resnet20(args.weights)
-    test = data.load(f"parquet:{args.data}", "test").thin(args.images)
+    test = splits.load(f"parquet:{args.data}", "test").thin(args.images)
     base = evaluate(model, test).top1
     table = rw.build_table(model, torch.zeros(1, 3, 32, 32))
     layers = table.coverage.layers
-    seen = influences(model, data.load(f"parquet:{args.data}", "fit").thin(256), list(layers), 10_000)
+    seen = influences(model, splits.load(f"parquet:{args.data}", "fit").thin(256), list(layers), 10_000)
     rows, drops = [], []
     for method, changes in PLANS.items():
         for keep in KEEPS:

@@ -21,7 +21,7 @@ import torch
 from common import machine, say
 
 import rankwise as rw
-from rankwise import networks
+from rankwise.models import networks
 
 NETWORKS = ("torchvision:resnet18", "torchvision:vgg16_bn", "torchvision:resnet50")
 

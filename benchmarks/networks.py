@@ -20,8 +20,8 @@ from common import machine, say
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise import networks
-from rankwise.forward import tensors_of
+from rankwise.models import networks
+from rankwise.surgery.forward import tensors_of
 
 INPUTS = {
     "resnet18": (1, 3, 64, 64),

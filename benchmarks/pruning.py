@@ -16,9 +16,9 @@ from common import machine, say
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise import networks
-from rankwise.channels import find_channels
-from rankwise.sensitivity import sensitivities
+from rankwise.models import networks
+from rankwise.pruning.channels import find_channels
+from rankwise.pruning.sensitivity import sensitivities
 
 IMAGES, BATCH, ROUNDS, GOAL = 256, 128, 3, 10
 

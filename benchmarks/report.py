@@ -23,7 +23,9 @@ from common import machine, say
 from plotly.offline import get_plotlyjs
 
 import rankwise as rw
-from rankwise import networks, report, results
+from rankwise.models import networks
+from rankwise.reports import html
+from rankwise.training import results
 
 NETWORKS = ("resnet20", "resnet56", "densenet22", "vgg16")
 KEEPS = [round(0.2 + 0.025 * i, 3) for i in range(30)]
@@ -141,7 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     count = len(list((args.out / "rows").iterdir())) if args.reuse else generate(args.out)
     start = time.perf_counter()
-    said = report.write_report(args.out, args.out / "report.html")
+    said = html.write_report(args.out, args.out / "report.html")
     wrote = time.perf_counter() - start
     bare = args.out / "plotly.html"
     bare.write_text(f"<meta charset=utf-8><body><script>{get_plotlyjs()}</script>{_DRAWN}")

@@ -14,9 +14,9 @@ import torch
 from common import machine, resnet20, resnet20_arguments, say
 
 import rankwise as rw
-from rankwise import data
-from rankwise.evaluate import evaluate
-from rankwise.pruning import Filters
+from rankwise.data import splits
+from rankwise.pruning.filters import Filters
+from rankwise.training.evaluate import evaluate
 
 BUDGETS = (("params", 15), ("params", 25), ("params", 40), ("params", 60), ("macs", 25), ("macs", 50))  # % removed
 CALIBRATION = 256  # training images
@@ -58,12 +58,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     model = resnet20(args.weights)
-    test = data.load(f"parquet:{args.data}", "test")
+    test = splits.load(f"parquet:{args.data}", "test")
     base = evaluate(model, test).top1
     example = torch.zeros(1, 3, 32, 32)
     table = rw.build_table(model, example, groups="all")
     fixed = {k: rw.build_table(model, example, folds=(0,), groups=k) for k in (3, 5)}
-    images = data.load(f"parquet:{args.data}", "train").thin(CALIBRATION)
+    images = splits.load(f"parquet:{args.data}", "train").thin(CALIBRATION)
     start = time.perf_counter()
     seen = rw.build_table(model, example, folds=(0,), groups=1, data=images)
     looked = time.perf_counter() - start

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from rankwise import networks
-from rankwise.vision import import_torchvision
+from rankwise.models import networks
+from rankwise.models.vision import import_torchvision
 
 Images = tuple[Tensor, Tensor]  # float, B×1×H×W, and labels
 HELD = {"val": 2_000, "test": 4_000}

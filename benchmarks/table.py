@@ -11,7 +11,7 @@ import torch
 from common import machine, resnet18, say
 
 import rankwise as rw
-from rankwise.decompose import cut
+from rankwise.decompositions.slices import cut
 
 
 def main() -> None:

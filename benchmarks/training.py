@@ -18,11 +18,12 @@ from common import machine, say
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise import data, networks
-from rankwise.engine import make_engine
-from rankwise.feed import Feed
-from rankwise.recipes import RECIPES, change
-from rankwise.train import Hooks, train_, training
+from rankwise.data import splits
+from rankwise.data.batches import Feed
+from rankwise.models import networks
+from rankwise.training.loop import Hooks, train_, training
+from rankwise.training.processes import make_engine
+from rankwise.training.recipes import RECIPES, change
 
 BATCH, STEPS, TURNS = 128, 12, 5
 
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--network", default="resnet20")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    split = data.load(f"parquet:{args.data}", "test").thin(BATCH * STEPS)  # only its pixels' shape matters here
+    split = splits.load(f"parquet:{args.data}", "test").thin(BATCH * STEPS)  # only its pixels' shape matters here
     x, y = split.normalise(split.pixels(torch.arange(len(split)))), split.labels
     last = x.contiguous(memory_format=torch.channels_last)
     recipe = change(RECIPES["paper:resnet20"], {"epochs": 1, "warmup": 0.0, "batch_size": BATCH})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from rankwise import stopwatch
+from rankwise.timing import cost_model
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -25,4 +25,4 @@ settings.load_profile("deterministic")
 def _times_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Measured times are kept for this run only, and nobody's own are read."""
     os.environ["RANKWISE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    stopwatch.SECONDS = 2.0  # what is measured matters to no test
+    cost_model.SECONDS = 2.0  # what is measured matters to no test

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import rankwise as rw
-from rankwise import networks
+from rankwise.models import networks
 
 
 def row(label: str = "auto", asked: float = 0.5, top1: float = 90.0, repeat: int = 0, **more: Any) -> dict[str, Any]:

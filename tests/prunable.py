@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise import networks
+from rankwise.models import networks
 
 
 class Concat(nn.Module):

@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from rankwise import cluster, jsonio
+from rankwise.core import files
+from rankwise.studies import workers
 
 
 def slow(folder: str, name: str, seconds: float) -> None:
@@ -23,7 +24,7 @@ def slow(folder: str, name: str, seconds: float) -> None:
     with (Path(folder) / "log.txt").open("a") as log:
         log.write(f"{name} {os.getpid()}\n")
     time.sleep(seconds)
-    jsonio.write_whole(path, b"{}")
+    files.write_whole(path, b"{}")
 
 
 def deadly(folder: str, name: str, times: int) -> None:
@@ -46,11 +47,11 @@ def missing(folder: str, count: int) -> list[str]:
 
 
 def main(engine: str, folder: str, count: int, seconds: float) -> int:
-    jobs = [cluster.Job(name, slow, (folder, name, seconds)) for name in missing(folder, count)]
-    make = {"here": cluster.Here, "pool": lambda: cluster.Pool(2), "ray": lambda: cluster.Ray("local", 2)}[engine]
+    jobs = [workers.Job(name, slow, (folder, name, seconds)) for name in missing(folder, count)]
+    make = {"here": workers.Here, "pool": lambda: workers.Pool(2), "ray": lambda: workers.Ray("local", 2)}[engine]
     try:
         with make() as place:  # type: ignore[operator]
-            cluster.run(jobs, place, lambda job, error: None)
+            workers.run(jobs, place, lambda job, error: None)
     except KeyboardInterrupt:
         return 130
     return 0

@@ -15,11 +15,11 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rankwise.cost import Option
-from rankwise.fold import all_folds
-from rankwise.layer import Layer
+from rankwise.core.fold import all_folds
+from rankwise.core.layer import Layer
+from rankwise.core.option import Option
 from rankwise.methods import METHODS, needs_data
-from rankwise.search import Settings
+from rankwise.planning.planner import Settings
 
 CONVS = ("Conv1d", "Conv2d", "Conv3d")
 TRANSPOSED = ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")

@@ -14,7 +14,7 @@ import rankwise
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-MODULES = [m.name for m in pkgutil.iter_modules(rankwise.__path__) if m.name != "__main__"]
+MODULES = [m.name for m in pkgutil.walk_packages(rankwise.__path__, "rankwise.") if not m.name.endswith("__main__")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -26,14 +26,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_are_true(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"rankwise.{name}")).failed == 0
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 def test_the_changelog_knows_this_version() -> None:
     assert f"## {rankwise.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_architecture_names_every_file() -> None:
+def test_architecture_names_every_package() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    missing = [name for name in MODULES if f"{name}.py" not in text]
-    assert not missing
+    packages = [m.name for m in pkgutil.iter_modules(rankwise.__path__) if m.ispkg]
+    assert packages
+    assert not [name for name in packages if f"`{name}/`" not in text]

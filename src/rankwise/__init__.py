@@ -1,21 +1,21 @@
 """rankwise: decides for every layer of a trained network how to decompose it, and how far."""
 
-from rankwise import networks
-from rankwise.budget import Budget
-from rankwise.checkpoint import load, save
-from rankwise.coverage import find_layers
+from rankwise.compression import compress
+from rankwise.core.layer import Coverage, Layer, Skipped
 from rankwise.errors import RankwiseError
-from rankwise.fuse import fuse
-from rankwise.job import compress
-from rankwise.latency import Timing, time_network
-from rankwise.layer import Coverage, Layer, Skipped
 from rankwise.methods import METHODS, Method, allocate, build_table
-from rankwise.modules import GroupedLinear
-from rankwise.plan import Choice, Plan, Pruned
-from rankwise.stopwatch import measure_times
-from rankwise.surgery import apply_plan, apply_plan_, densify, densify_
-from rankwise.table import Table
-from rankwise.times import Times
+from rankwise.models import networks
+from rankwise.planning.budget import Budget
+from rankwise.planning.plan import Choice, Plan, Pruned
+from rankwise.planning.table import Table
+from rankwise.planning.times import Times
+from rankwise.surgery.checkpoint import load, save
+from rankwise.surgery.coverage import find_layers
+from rankwise.surgery.fuse import fuse
+from rankwise.surgery.modules import GroupedLinear
+from rankwise.surgery.replace import apply_plan, apply_plan_, densify, densify_
+from rankwise.timing.clock import Timing, time_network
+from rankwise.timing.cost_model import measure_times
 from rankwise.version import __version__
 
 __all__ = [

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from rankwise.cli import app
+from rankwise.cli.app import app
 from rankwise.errors import RankwiseError
 
 # What a wrong flag raises. Some versions of typer carry a click of their own, so ask typer for the class.

@@ -11,19 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from rankwise import pca, response, tucker
-from rankwise.budget import Budget
-from rankwise.cost import FITTED
-from rankwise.coverage import find_layers
-from rankwise.data import load as load_data
+from rankwise.calibration.activations import each_input_moments, output_moments
+from rankwise.core.layer import Coverage
+from rankwise.core.option import FITTED
+from rankwise.data.splits import load as load_data
+from rankwise.decompositions import output_error, pca, tucker
 from rankwise.errors import RankwiseError
-from rankwise.forward import side_of
-from rankwise.layer import Coverage
-from rankwise.plan import Plan
-from rankwise.probe import each_input_moments, output_moments
-from rankwise.pruning import Filters
-from rankwise.search import Settings, find_plan
-from rankwise.table import Progress, Table, Weights, build, module_weights
+from rankwise.planning.budget import Budget
+from rankwise.planning.plan import Plan
+from rankwise.planning.planner import Settings, find_plan
+from rankwise.planning.table import Progress, Table, Weights, build, module_weights
+from rankwise.pruning.filters import Filters
+from rankwise.surgery.coverage import find_layers
+from rankwise.surgery.forward import side_of
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,11 @@ def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: An
             table.given.pop(family, None)
             continue
         weight = weights[layer.name]
-        whole = response.variance(weight, layer, seen, outputs.get(layer.name))
+        whole = output_error.variance(weight, layer, seen, outputs.get(layer.name))
         for key in mine:
-            table.given[key] = {"output": response.slice_curve(weight, layer, key[1], seen, whole)}
+            table.given[key] = {"output": output_error.slice_curve(weight, layer, key[1], seen, whole)}
         if family in table.given:
-            table.given[family]["output"] = response.tucker_curves(weight, layer, seen, whole)
+            table.given[family]["output"] = output_error.tucker_curves(weight, layer, seen, whole)
 
 
 def calibration(data: Any, example: Any = None, count: int = 256) -> Any:

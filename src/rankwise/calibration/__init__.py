@@ -1,0 +1,1 @@
+"""What flows through a network: inputs, activations, metrics of outputs, fitting, distillation."""

@@ -1,0 +1,208 @@
+"""Recovery: a short distillation of the original network into the compressed one, on inputs without labels.
+
+The outputs of the original network are the targets, and so are those of each of its layers that were replaced:
+
+    ‖out − out°‖² / Var(out°)  +  mean over replaced layers of ‖y − y°‖² / Var(y°)
+
+is minimised by Adam with a rate that falls to zero (cosine). The layers say more of an image than the few numbers at
+the end of the network do. Batch norms keep their statistics and dropout is off: the networks are compared as they will
+be used.
+
+A few hundred images are soon known by heart. So half of the images of a batch are mirrored, all are moved by up to an
+eighth of their sides (what comes in at the border is reflected), and half are mixed with another one,
+x = λ a + (1 − λ) b: whatever such a picture shows, the original network has an answer to it (Beyer et al. 2022).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise.calibration.activations import batches, check_some
+from rankwise.calibration.layer_targets import errors_of, outputs_of, replaced
+from rankwise.errors import RankwiseError
+from rankwise.surgery.forward import run_example, tensors_of, undisturbed
+from rankwise.surgery.replace import copy_model
+
+BATCH = 128
+RATE = 1e-3
+WARM = 10  # steps in which the rate rises: Adam's first steps are as large as all others, whatever the gradients say
+MANY = 10**6  # steps, where the clock decides
+MOVE = 8  # images move by up to this part of their sides
+
+Steps = Callable[[int, int, float], None]  # steps done, steps in all, loss
+
+
+def read_effort(asked: int | str) -> tuple[int, float | None]:
+    """Steps and seconds at most: from 300 or "300", or from "90s", as many steps as that takes.
+
+    >>> read_effort("300"), read_effort("90s")
+    ((300, None), (1000000, 90.0))
+    """
+    text = str(asked)
+    timed = text.endswith("s")
+    try:
+        number = float(text[:-1]) if timed else float(int(text))
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise RankwiseError(f"recover={asked!r} is not understood: give a number of steps (300), or seconds (90s)")
+    return (MANY, number) if timed else (int(number), None)
+
+
+def recover(
+    small: nn.Module,
+    original: nn.Module,
+    data: Iterable[Any],
+    steps: int = 300,
+    seconds: float | None = None,
+    rate: float = RATE,
+    seed: int = 0,
+    progress: Steps | None = None,
+) -> nn.Module:
+    """A copy of `small` whose outputs are closer to the original's on the data; at most `steps` and `seconds`."""
+    better = copy_model(small)
+    recover_(better, original, data, steps, seconds, rate, seed, progress)
+    return better
+
+
+def recover_(
+    small: nn.Module,
+    original: nn.Module,
+    data: Iterable[Any],
+    steps: int = 300,
+    seconds: float | None = None,
+    rate: float = RATE,
+    seed: int = 0,
+    progress: Steps | None = None,
+) -> list[float]:
+    """The same in place; gives the loss of every step."""
+    if steps < 0 or not rate > 0:
+        raise RankwiseError(f"{steps} steps at rate {rate:g} were asked for: give 0 or more steps and a rate above 0")
+    pieces, scale = _pieces(original, data)
+    original = copy_model(original)
+    random = torch.Generator().manual_seed(seed)
+    frozen = [p for p in small.parameters() if p.is_floating_point() and not p.requires_grad]
+    modes = {module: module.training for module in small.modules()}
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    losses: list[float] = []
+    layout = _channels_last_(small)
+    _channels_last_(original)
+    try:
+        small.eval()
+        for p in frozen:
+            p.requires_grad_(True)
+        optimiser = torch.optim.Adam([p for p in small.parameters() if p.is_floating_point()], lr=rate)
+        while len(losses) < steps and time.monotonic() < end:
+            done = max(len(losses) / steps, 0.0 if seconds is None else 1 - (end - time.monotonic()) / seconds)
+            for group in optimiser.param_groups:
+                group["lr"] = rate * min(1, (len(losses) + 1) / WARM) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+            losses.append(_step_(small, original, pieces, scale, optimiser, random))
+            if not math.isfinite(losses[-1]):
+                raise RankwiseError(f"recovery diverged in step {len(losses)}: give a rate below {rate:g}")
+            if progress:
+                progress(len(losses), min(steps, math.ceil(len(losses) / max(done, 1 / steps))), losses[-1])
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+        for p in small.parameters():
+            p.grad = None
+        for module, mode in modes.items():
+            module.training = mode
+        if layout:
+            small.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    return losses
+
+
+def _channels_last_(model: nn.Module) -> bool:
+    """Channels innermost in memory, which convolutions like better; False where nothing was to be done."""
+    images = [p for p in model.parameters() if p.ndim == 4]
+    if not images or any(p.ndim == 5 or not p.is_contiguous() for p in model.parameters()):
+        return False
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return True
+
+
+def _step_(
+    small: nn.Module,
+    original: nn.Module,
+    pieces: list[Any],
+    scale: float,
+    optimiser: torch.optim.Optimizer,
+    random: torch.Generator,
+) -> float:
+    batch = pieces[int(torch.randint(len(pieces), (), generator=random))]
+    if isinstance(batch, Tensor):
+        if len(batch) > BATCH:
+            batch = batch[torch.randperm(len(batch), generator=random)[:BATCH]]
+        if batch.ndim == 4 and batch.is_floating_point():
+            batch = varied(batch, random).contiguous(memory_format=torch.channels_last)
+    with undisturbed(original), outputs_of(original, replaced(small, original)) as layers:
+        wanted = _answers(run_example(original, batch))
+    with errors_of(small, layers) as errors:
+        given = _answers(run_example(small, batch))
+    parts = [(a.float() - b.to(a.device).float()).square().sum() for a, b in zip(given, wanted, strict=True)]
+    loss = torch.stack(parts).sum() / (len(wanted[0]) * scale)
+    if errors:
+        loss = loss + torch.stack(errors).mean()
+    optimiser.zero_grad()
+    torch.autograd.backward(loss)
+    optimiser.step()
+    return float(loss.detach())
+
+
+def varied(images: Tensor, random: torch.Generator) -> Tensor:
+    """B×C×H×W → the same shape: half of the images mirrored, all moved, half of them mixed with another one."""
+    mirrored = torch.rand(len(images), generator=random) < 0.5
+    share = torch.rand(len(images), generator=random)
+    share[torch.rand(len(images), generator=random) < 0.5] = 1
+    other = torch.randperm(len(images), generator=random).to(images.device)
+    images = torch.where(mirrored[:, None, None, None].to(images.device), images.flip(-1), images)
+    images = moved(images, random)
+    mixed: Tensor = images.lerp(images[other], (1 - share)[:, None, None, None].to(images))
+    return mixed
+
+
+def moved(images: Tensor, random: torch.Generator) -> Tensor:
+    """The same shape: each image moved by up to H // MOVE rows and W // MOVE columns, what lies beyond is reflected."""
+    height, width = images.shape[-2:]
+    down, right = height // MOVE, width // MOVE
+    views = F.pad(images, (right, right, down, down), mode="reflect").unfold(2, height, 1).unfold(3, width, 1)
+    rows, columns = (
+        torch.randint(2 * most + 1, (len(images),), generator=random).to(images.device) for most in (down, right)
+    )
+    found: Tensor = views[torch.arange(len(images), device=images.device), :, rows, columns]
+    return found
+
+
+def _pieces(original: nn.Module, data: Iterable[Any]) -> tuple[list[Any], float]:
+    """Inputs, and the variance of what the original network says to them; plain tensors become one to draw from."""
+    found, answers = [], []
+    with undisturbed(original):
+        for batch in batches(data):
+            found.append(batch)
+            answers.append([t.clone() for t in _answers(run_example(original, batch))])
+    check_some(len(found))
+    if not answers[0]:
+        raise RankwiseError("the network gives no numbers to learn from: recovery needs outputs that are tensors")
+    plain = all(isinstance(b, Tensor) and b.shape[1:] == found[0].shape[1:] for b in found)
+    return [torch.cat(found)] if plain else found, _variance(answers)
+
+
+def _answers(output: Any) -> list[Tensor]:
+    return [t for t in tensors_of(output) if t.is_floating_point() and t.ndim]
+
+
+def _variance(answers: list[list[Tensor]]) -> float:
+    """Of an input's outputs, summed over their entries."""
+    total = 0.0
+    for parts in zip(*answers, strict=True):
+        whole = torch.cat([p.reshape(len(p), -1) for p in parts]).double()
+        total += float(whole.var(dim=0, unbiased=False).sum()) or float(whole.square().mean(dim=0).sum())
+    return max(total, 1e-300)

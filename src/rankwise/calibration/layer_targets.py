@@ -1,0 +1,64 @@
+"""How far the replaced layers of a network are from those of the original, while both run on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.surgery.modules import mark_of
+
+
+def replaced(small: nn.Module, original: nn.Module) -> list[str]:
+    """The names of layers that are one in the original and several in the small network."""
+    known = dict(original.named_modules())
+    return [name for name, module in small.named_modules() if mark_of(module) is not None and name in known]
+
+
+def relative(given: Tensor, wanted: Tensor) -> Tensor:
+    """‖y − y°‖² / Var(y°), summed over a batch."""
+    wanted = wanted.to(given.device, torch.float32)
+    spread = (wanted - wanted.mean(0)).square().sum().clamp_min(1e-6 * wanted.square().sum())
+    return (given.float() - wanted).square().sum() / spread.clamp_min(1e-30)
+
+
+@contextmanager
+def _hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
+    """With a forward hook on each of these modules."""
+    handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def outputs_of(model: nn.Module, names: list[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """What layers give, call by call; copies, since what follows may work in place."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def keep(mine: list[Tensor], _module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            mine.append(output.detach().clone())
+
+    with _hooked(model, {name: partial(keep, mine) for name, mine in found.items()}):
+        yield found
+
+
+@contextmanager
+def errors_of(model: nn.Module, wanted: Mapping[str, list[Tensor]]) -> Iterator[list[Tensor]]:
+    """‖y − y°‖² / Var(y°) for every call of a layer while the model runs."""
+    found: list[Tensor] = []
+
+    def compare(left: Iterator[Tensor], _module: nn.Module, _args: Any, output: Any) -> None:
+        there = next(left, None)
+        if there is not None and isinstance(output, Tensor) and output.shape == there.shape:
+            found.append(relative(output, there))
+
+    with _hooked(model, {name: partial(compare, iter(given)) for name, given in wanted.items()}):
+        yield found

@@ -1,0 +1,178 @@
+"""The commands `bench` and `export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table as Grid
+
+from rankwise.cli import show
+from rankwise.cli.options import JsonOpt
+from rankwise.deploy.bench import ENGINES, Job, bench
+from rankwise.deploy.export import TARGETS
+from rankwise.deploy.export import export as write
+from rankwise.errors import RankwiseError
+from rankwise.models import networks
+from rankwise.models.inputs import example_for
+from rankwise.planning.times import LAYOUTS
+from rankwise.surgery.checkpoint import read_plan
+from rankwise.surgery.fuse import fuse as fuse_network
+from rankwise.timing.clock import read_timing
+from rankwise.timing.merge import merge_slow
+
+FolderArg = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `rankwise compress` wrote.")]
+BaseOpt = Annotated[
+    str | None, typer.Option("--base", metavar="MODEL", help="The network to rebuild (needed for file.py:factory).")
+]
+InputOpt = Annotated[
+    str | None, typer.Option("--input", metavar="SHAPE", help="Shape of an example input, such as 1,3,224,224.")
+]
+FuseOpt = Annotated[bool, typer.Option("--fuse", help="Fold batch norms into the layers before them.")]
+
+
+def bench_command(
+    folder: FolderArg,
+    input: InputOpt = None,
+    batch: Annotated[str, typer.Option("--batch", metavar="N,…", help="Inputs in a batch.")] = "1,32",
+    threads: Annotated[str | None, typer.Option("--threads", metavar="N,…", help="Default: 1 and all.")] = None,
+    engines: Annotated[str, typer.Option("--engines", metavar="E,…", help="Of " + ", ".join(ENGINES) + ".")] = ",".join(
+        ENGINES
+    ),
+    layout: Annotated[
+        str | None, typer.Option("--layout", help=f"{' or '.join(LAYOUTS)}. Default: as the plan was timed.")
+    ] = None,
+    fuse: FuseOpt = False,
+    repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Runs that count, at most.")] = 9,
+    base: BaseOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Time, memory and file size of a compressed network against the dense one."""
+    _need_folder(folder)
+    given: dict[str, Any] = {} if threads is None else {"threads": _numbers("--threads", threads)}
+    job = Job(
+        str(folder),
+        base,
+        input,
+        batches=_numbers("--batch", batch),
+        engines=tuple(engines.split(",")),
+        layout=layout or _planned_layout(folder),
+        fuse=fuse,
+        repeats=repeats,
+        **given,
+    )
+    with show.progress("bench") as report:
+        found = bench(job, report)
+    if as_json:
+        show.print_json(found)
+        return
+    terminal = show.console()
+    terminal.print(times_grid(found))
+    terminal.print(sizes_grid(found))
+
+
+def export_command(
+    folder: FolderArg,
+    to: Annotated[str, typer.Option("--to", help=" or ".join(TARGETS) + ".")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: a file in DIR.")] = None,
+    input: InputOpt = None,
+    fuse: FuseOpt = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Multiply out pairs that are slower than one layer.")] = False,
+    timing: Annotated[
+        str | None, typer.Option("--timing", metavar="T", help="For --merge, such as batch=32,threads=2.")
+    ] = None,
+    base: BaseOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Write an ONNX file or a torch.export program, read it back and compare its outputs before saying done."""
+    if to not in TARGETS:
+        raise RankwiseError(f"--to {to} was given: possible are {', '.join(TARGETS)}")
+    how = read_timing(timing)
+    _need_folder(folder)
+    network = networks.build(str(folder), base=base).eval()
+    example = example_for(str(folder), input, network)
+    if example is None:
+        raise RankwiseError(f"the input of {folder} is not known: give its shape, such as --input 1,3,224,224")
+    merged: list[str] = []
+    with show.progress("export") as report:
+        if merge:
+            report("timing pairs", 0, 2)
+            network, merged = merge_slow(network, example, how)
+        report(to, 1, 2)
+        network = fuse_network(network, example) if fuse else network
+        found = {**write(network, example, out or folder / TARGETS[to], to), "merged": merged}
+    if as_json:
+        show.print_json(found)
+        return
+    terminal = show.console()
+    for name in merged:
+        terminal.print(f"multiplied out, one layer is faster: {name}")
+    if "why" in found:
+        terminal.print(f"the network takes batches of {found['batch']} only ({found['why']})")
+    sizes = " and ".join(map(str, found["batches"]))
+    terminal.print(
+        f"done: {found['path']} ({found['bytes']:,} bytes) was written and read back; for batches of {sizes} its "
+        f"outputs differ from PyTorch's by {found['difference']:.1e} at most (relative)"
+    )
+
+
+def register(app: typer.Typer) -> None:
+    app.command("bench")(bench_command)
+    app.command("export")(export_command)
+
+
+def times_grid(found: dict[str, Any]) -> Grid:
+    """One line for each engine, number of threads and batch size."""
+    title = f"time per batch, median; {found['layout']}{', fused' if found['fuse'] else ''}; {found['machine']}"
+    grid = Grid(title=title, title_justify="left")
+    grid.add_column("engine")
+    for name in ("threads", "batch", "dense", "spread", "compressed", "spread", "ratio"):
+        grid.add_column(name, justify="right")
+    for row in found["times"]:
+        where = (row["engine"], str(row["threads"]), str(row["batch"]))
+        if "error" in row:
+            grid.add_row(*where, "not available:", "", row["error"], "", "")
+            continue
+        cells = [c for s in ("dense", "compressed") for c in (f"{1e3 * row[s]['median']:.2f} ms", _share(row[s]))]
+        grid.add_row(*where, *cells, f"{row['ratio']:.2f}")
+    return grid
+
+
+def _share(measured: dict[str, Any]) -> str:
+    return f"±{50 * measured['spread']:.0f} %"
+
+
+def sizes_grid(found: dict[str, Any]) -> Grid:
+    grid = Grid()
+    grid.add_column("")
+    for name in ("dense", "compressed", "ratio"):
+        grid.add_column(name, justify="right")
+    rows = [("params", found["params"]), ("macs", found["macs"]), ("bytes of weights", found["bytes"])]
+    for batch in found["memory"]["dense"]:
+        rows.append((f"peak memory, batch {batch}", {side: found["memory"][side][batch] for side in found["memory"]}))
+    for name, pair in rows:
+        dense, small = pair["dense"], pair["compressed"]
+        ratio = f"{small / dense:.2f}" if dense and small else ""
+        grid.add_row(name, show.count(dense), show.count(small), ratio)
+    return grid
+
+
+def _need_folder(folder: Path) -> None:
+    if not (folder / "plan.json").is_file():
+        raise RankwiseError(f"{folder} is not a compressed network: give a folder that `rankwise compress` wrote")
+
+
+def _planned_layout(folder: Path) -> str:
+    """The memory layout that the plan's budget in time was measured in; what torch does by itself if there is none."""
+    latency = read_plan(folder).search.get("latency")
+    timing = latency.get("timing") if isinstance(latency, dict) else None
+    layout = timing.get("layout") if isinstance(timing, dict) else None
+    return layout if layout in LAYOUTS else LAYOUTS[0]
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+        raise RankwiseError(f"{flag} {text} is not understood: give whole numbers such as 1,32")
+    return tuple(int(p) for p in parts)

@@ -1,0 +1,233 @@
+"""What the command line prints: tables for people, one JSON document for machines, progress on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Grid
+
+from rankwise.core.layer import Coverage
+from rankwise.planning.plan import Plan
+from rankwise.planning.table import Progress as Report
+from rankwise.reports.curves import panels
+from rankwise.training.limits import Trial
+
+
+def console() -> Console:
+    """Standard output; wide enough not to cut names when it is a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Report]:
+    """A bar on standard error, there only while it runs and only on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    err = Console(stderr=True)
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+
+        def report(name: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{title} {name}".rstrip(), completed=done, total=total)
+
+        yield report
+
+
+def percent(part: int | None, whole: int | None) -> str:
+    return "" if part is None or not whole else f"{100 * part / whole:.1f} %"
+
+
+def count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def coverage_grid(coverage: Coverage, title: str) -> Grid:
+    """Every module with parameters: what it is, what it costs, and why it is left alone if it is."""
+    grid = Grid(title=title, title_justify="left")
+    for name in ("layer", "kind", "weight"):
+        grid.add_column(name, overflow="fold")
+    for name in ("params", "share", "macs", "share"):
+        grid.add_column(name, justify="right")
+    grid.add_column("decompose", overflow="fold")
+    for layer in coverage.layers:
+        also = f" (also {', '.join(layer.aliases)})" if layer.aliases else ""
+        grid.add_row(
+            layer.name + also,
+            layer.kind,
+            "×".join(map(str, layer.shape)),
+            count(layer.params),
+            percent(layer.params, coverage.params),
+            count(layer.macs),
+            percent(layer.macs, coverage.macs),
+            "yes",
+        )
+    for skipped in coverage.skipped:
+        share = percent(skipped.params, coverage.params)
+        grid.add_row(skipped.name, skipped.kind, "", count(skipped.params), share, "", "", f"no: {skipped.reason}")
+    return grid
+
+
+def coverage_json(coverage: Coverage) -> dict[str, Any]:
+    return {
+        "params": coverage.params,
+        "macs": coverage.macs,
+        "layers": [
+            {"name": la.name, "kind": la.kind, "shape": la.shape, "params": la.params, "macs": la.macs}
+            for la in coverage.layers
+        ],
+        "skipped": [{"name": s.name, "kind": s.kind, "params": s.params, "reason": s.reason} for s in coverage.skipped],
+    }
+
+
+def plan_grid(plan: Plan, measure: str) -> Grid:
+    """One line for each layer that was up for decision."""
+    if plan.pruned:
+        return _pruned_grid(plan)
+    grid = Grid(title=f"plan by {plan.method} for {plan.budget}", title_justify="left")
+    grid.add_column("layer", overflow="fold")
+    for name in ("weight", "by", "fold"):
+        grid.add_column(name)
+    for name in ("groups", "rank", f"error ({measure})", "params", "keep", "macs", "keep"):
+        grid.add_column(name, justify="right")
+    for entry in plan.choices:
+        before, after = entry.before, entry.after
+        grid.add_row(
+            entry.name,
+            "×".join(map(str, entry.shape)),
+            entry.decomposition,
+            entry.fold,
+            str(entry.groups),
+            f"{entry.outer}×{entry.rank}" if entry.outer else str(entry.rank),
+            f"{entry.error.get(measure, float('nan')):.4f}",
+            count(after.params),
+            percent(after.params, before.params),
+            count(after.macs),
+            percent(after.macs, before.macs),
+        )
+    return grid
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What the search says about itself that a reader should know."""
+    looked = {
+        "imagined": "no data was given: fitted on inputs imagined from the statistics of batch norms",
+        "noise": "no data was given, and there is no batch norm to imagine any: planned on smooth noise",
+        "calibration": "fitted on calibration inputs, without labels",
+    }
+    said = [looked.get(str(plan.search.get("inputs")), ""), str(plan.search.get("warning", ""))]
+    latency = plan.search.get("latency")
+    if isinstance(latency, dict) and isinstance(latency.get("slower"), list) and latency["slower"]:
+        names = ", ".join(map(str, latency["slower"]))
+        said.append(f"the budget needs pairs that are slower than the layers they stand for: {names}")
+    if isinstance(latency, dict) and isinstance(latency.get("measured"), int | float):
+        within = plan.budget.latency is None or latency["measured"] <= plan.budget.latency
+        more = "" if within else ": above the budget, and nothing faster was found; is the machine busy?"
+        said.append(f"time measured: {latency['measured']:.3f} of the dense network{more}")
+    return [text for text in said if text]
+
+
+def expectation(expected: dict[str, Any], split: str) -> str:
+    """A forecast in a sentence."""
+    return (
+        f"expected on {split}: {-expected['drop']:+.2f} points of top-1, between {-expected['high']:+.2f} and "
+        f"{-expected['low']:+.2f}; {expected['turned']:.1f} % of the answers change (on {expected['n']:,} inputs)"
+    )
+
+
+def trial(tried: Trial, unit: str) -> str:
+    """One size that was tried for --max-drop."""
+    if tried.drop is None or tried.keep is None:
+        return f"{unit} {tried.asked:.3f}: no plan is that small"
+    return f"{unit} {tried.keep:.3f}: {-tried.drop:+.2f} points"
+
+
+def _pruned_grid(plan: Plan) -> Grid:
+    """One line for each narrowed module: what is left of its filters and of its channels."""
+    grid = Grid(title=f"plan by {plan.method} for {plan.budget}", title_justify="left")
+    grid.add_column("layer", overflow="fold")
+    grid.add_column("weight")
+    for name in ("filters kept", "channels kept", "params", "keep", "macs", "keep"):
+        grid.add_column(name, justify="right")
+    for entry in plan.pruned:
+        before, after = entry.before, entry.after
+        outputs, inputs = entry.wide
+        grid.add_row(
+            entry.name,
+            "×".join(map(str, entry.shape)),
+            _of(entry.filters, outputs),
+            "" if len(entry.shape) == 1 else _of(entry.channels, inputs),
+            count(after.params),
+            percent(after.params, before.params),
+            count(after.macs) if before.macs else "",
+            percent(after.macs, before.macs),
+        )
+    return grid
+
+
+def _of(kept: tuple[int, ...] | None, wide: int) -> str:
+    return f"{wide if kept is None else len(kept)} of {wide}"
+
+
+def held_filters(plan: Plan) -> list[str]:
+    """Filters that must stay and why, as the search of a plan says; a plan that was edited may say anything."""
+    said = []
+    groups = plan.search.get("whole")
+    for group in groups if isinstance(groups, list) else ():
+        layers = group.get("layers") if isinstance(group, dict) else None
+        if isinstance(layers, list) and layers:
+            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+            said.append(f"{group.get('channels')} filters of {layers[0]}{more} ({group.get('reason')})")
+    return said
+
+
+def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
+    """The network before and after, and what was removed (CR-P, CR-F)."""
+    grid = Grid()
+    grid.add_column("")
+    for name in ("before", "after", "keep", "removed"):
+        grid.add_column(name, justify="right")
+    for unit, removed in (("params", "CR-P"), ("macs", "CR-F")):
+        before, after = getattr(plan.before, unit), getattr(plan.after, unit)
+        if before:
+            cut = f"{removed} {100 * (1 - after / before):.1f} %"
+            grid.add_row(unit, count(before), count(after), f"{after / before:.4f}", cut)
+    latency = plan.search.get("latency")
+    if isinstance(latency, dict) and {"before", "after"} <= set(latency):
+        before, after = latency["before"], latency["after"]
+        cut = f"{100 * (1 - after / before):.1f} %" if before else ""
+        grid.add_row(
+            "time (predicted)", f"{1e3 * before:.2f} ms", f"{1e3 * after:.2f} ms", f"{after / before:.4f}", cut
+        )
+    if scores:
+        before, after = scores["before"]["top1"], scores["after"]["top1"]
+        grid.add_row("top-1", f"{before:.2f} %", f"{after:.2f} %", "", f"{after - before:+.2f}")
+    return grid
+
+
+def rows_grid(rows: list[dict[str, Any]]) -> Grid:
+    """Top-1 of every label at every keep, means over repeats: compressed → retrained, where it was."""
+    panel = panels(rows)[0]
+    grid = Grid(title_justify="left", title=f"top-1 on {panel.n} images; before: {panel.reference[0]:.2f} %")
+    grid.add_column("keep", justify="right")
+    lines = {line.label: line for line in panel.stages[0].lines}
+    for label in lines:
+        grid.add_column(label, justify="right")
+    means = {
+        (stage.when, line.label, point.asked): point.score[0]
+        for stage in panel.stages
+        for line in stage.lines
+        for point in line.points
+    }
+    for keep in dict.fromkeys(row["asked"] for row in rows):
+        found = [[means.get((when, label, keep)) for when in ("compressed", "retrained")] for label in lines]
+        grid.add_row(f"{keep:g}", *(" → ".join(f"{v:.2f}" for v in pair if v is not None) for pair in found))
+    return grid

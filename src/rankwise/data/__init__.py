@@ -1,0 +1,1 @@
+"""Data specifications, splits, images, augmentation, batches."""

@@ -1,0 +1,1 @@
+"""The ways to decompose a layer, one file each."""

@@ -1,0 +1,209 @@
+"""Which input channels belong together: the clusterings that the paper's supplement discusses for slices.
+
+    consecutive         slices of ⌈c/k⌉ neighbours, what `alds` uses
+    kmeans              channels with similar kernels: least Σ ‖A_c − mean of the cluster‖²
+    projective          k subspaces of dimension j: least Σ dist(A_c, nearest subspace)²   (Maalouf et al. 2021)
+    projective-robust   the same with distances that are not squared, so that outliers weigh less
+
+A_c are the columns of the folded matrix that belong to channel c. They stay together, since a channel can be
+gathered and a column of a kernel cannot: the supplement's constrained clustering of columns.
+
+The problem is NP-hard. Like the original, expectation–maximisation finds a local optimum from several starts:
+every channel goes to its nearest subspace, every subspace becomes the best one for its channels. One start is
+`consecutive`, and what is found is compared with it once more at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rankwise.core.fold import fold_for
+from rankwise.core.layer import Layer
+from rankwise.core.option import Option, costs, groups_for, slice_width
+from rankwise.decompositions.slices import cut
+from rankwise.errors import RankwiseError
+
+CLUSTERINGS = ("consecutive", "kmeans", "projective", "projective-robust")
+ROUNDS = 30
+SMALL = 256  # up to so many rows a subspace comes from eigenvectors, beyond from a step of orthogonal iteration
+# Rows × columns × dimension of a layer: with more than the first there are fewer starts, beyond the second none at all.
+EASY, HARD = 1e8, 1e10
+SHARES = (1.0, 0.5, 0.25, 0.125)  # of the largest rank worth having: the dimensions of the subspaces
+
+Clusters = tuple[tuple[int, ...], ...]
+# (columns (rows, c, taps), assignment (c,), k, state of the last round) → (cost of each channel in each cluster
+# (k, c), new state)
+Fit = Callable[[Tensor, Tensor, int, list[Tensor] | None], tuple[Tensor, list[Tensor]]]
+
+
+def check_clustering(name: str) -> str:
+    if name not in CLUSTERINGS:
+        raise RankwiseError(f"unknown clustering {name!r}: the clusterings are {', '.join(CLUSTERINGS)}")
+    return name
+
+
+def cluster_counts(groups: object, layer: Layer) -> list[int]:
+    """Numbers of clusters that a request such as 3, [3, 5] or "all" means: never more than there are channels."""
+    wanted = groups_for(groups, layer)  # type: ignore[arg-type]
+    if isinstance(groups, str):
+        return wanted
+    asked = [groups] if isinstance(groups, int) else list(groups)  # type: ignore[call-overload]
+    return sorted({min(k, layer.channels) for k in asked})
+
+
+def options(
+    weight: Tensor, layer: Layer, groups: int, clustering: str = "projective", seed: int = 0, starts: int = 5
+) -> list[Option]:
+    """The options of a layer without groups of its own: one for each clustering that was found.
+
+    Subspaces have a dimension, and the best clusters depend on it, so a few are tried.
+    """
+    check_clustering(clustering)
+    k = min(groups, layer.channels)
+    fold = fold_for(0, layer.dims)
+    whole = cut(weight, layer, Option(fold, 1))[0, 0].to("cpu", torch.float64)
+    columns = torch.unflatten(whole, 1, (layer.channels, -1))
+    near = consecutive(layer.channels, k)
+    # Neither needs a dimension, and a zero weight has nothing to cluster by.
+    if clustering == "consecutive" or k in (1, layer.channels) or not bool(whole.any()):
+        found = [near]
+    elif clustering == "kmeans":
+        found = [_search(columns, near, k, _means, 1, seed, starts)]
+    else:
+        robust = clustering == "projective-robust"
+        found = []
+        for j in _dimensions(layer, near):
+            effort = columns.numel() * j
+            if effort > HARD:
+                found.append(near)
+                continue
+            tries = max(2, min(starts, int(starts * EASY / effort)))
+            few = -(-j // columns.shape[2])  # channels that span j dimensions
+            best = _search(columns, near, k, _subspaces(j, robust), few, seed, tries)
+            found.append(best if robust else min(best, near, key=lambda c: _lost(columns, c, j)))
+    return [Option(fold, k, "messi", clusters=clusters) for clusters in dict.fromkeys(found)]
+
+
+def consecutive(channels: int, k: int) -> Clusters:
+    """⌈c/k⌉ channels each; where fewer slices would do, the rest is spread so that there are k."""
+    wide = slice_width(channels, k)
+    starts = [min(i * wide, channels - (k - i)) for i in range(k)]
+    return tuple(tuple(range(a, b)) for a, b in zip(starts, [*starts[1:], channels], strict=True))
+
+
+def _dimensions(layer: Layer, clusters: Clusters) -> list[int]:
+    params, _ = costs(layer, Option(fold_for(0, layer.dims), len(clusters), "messi", clusters=clusters))
+    most = max(1, int(params.searchsorted(layer.params)) - 1)
+    return sorted({max(1, round(share * most)) for share in SHARES})
+
+
+def _lost(columns: Tensor, clusters: Clusters, rank: int) -> float:
+    """Σ of squared distances from the best subspaces of the clusters, exactly."""
+    lost = 0.0
+    for members in clusters:
+        mine = columns[:, list(members)].flatten(1)
+        small = mine @ mine.t() if len(mine) < mine.shape[1] else mine.t() @ mine
+        lost += float(torch.linalg.eigvalsh(small).clamp_min(0)[: max(0, len(small) - rank)].sum())
+    return lost
+
+
+def _search(columns: Tensor, near: Clusters, k: int, fit: Fit, few: int, seed: int, starts: int) -> Clusters:
+    """The best of several runs: the first from consecutive slices, the others from `few` random channels each."""
+    channels = columns.shape[1]
+    random = torch.Generator().manual_seed(seed)
+    best: tuple[float, Tensor] | None = None
+    for start in range(max(1, starts)):
+        assigned = torch.full((channels,), -1)
+        if start == 0:
+            for i, members in enumerate(near):
+                assigned[list(members)] = i
+        else:
+            order = torch.randperm(channels, generator=random)
+            for i, chosen in enumerate(order[: k * max(1, min(few, channels // k))].chunk(k)):
+                assigned[chosen] = i
+            cost, _ = fit(columns, assigned, k, None)
+            assigned = _fill_empty(cost.argmin(dim=0), cost, k)
+        found = _improve(columns, assigned, k, fit)
+        if best is None or found[0] < best[0]:
+            best = found
+    assert best is not None
+    clusters = [tuple((best[1] == i).nonzero().flatten().tolist()) for i in range(k)]
+    return tuple(sorted(clusters))
+
+
+def _improve(columns: Tensor, assigned: Tensor, k: int, fit: Fit) -> tuple[float, Tensor]:
+    """Expectation–maximisation from one start: the best assignment on the way, and its cost."""
+    state: list[Tensor] | None = None
+    best: tuple[float, Tensor] | None = None
+    for _ in range(ROUNDS):
+        cost, state = fit(columns, assigned, k, state)
+        here = float(cost.gather(0, assigned[None]).sum())
+        if best is None or here < best[0]:
+            best = (here, assigned)
+        moved = _fill_empty(cost.argmin(dim=0), cost, k)
+        if torch.equal(moved, assigned):
+            break
+        assigned = moved
+    assert best is not None
+    return best
+
+
+def _fill_empty(assigned: Tensor, cost: Tensor, k: int) -> Tensor:
+    """A cluster that nobody chose gets the channel that fits worst where it is."""
+    for i in range(k):
+        sizes = torch.bincount(assigned, minlength=k)
+        if not sizes[i]:
+            own = cost.gather(0, assigned[None])[0].where(sizes[assigned] > 1, -torch.inf)
+            assigned = assigned.clone()
+            assigned[int(own.argmax())] = i
+    return assigned
+
+
+def _means(columns: Tensor, assigned: Tensor, k: int, state: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
+    points = columns.transpose(0, 1).flatten(1)
+    means = torch.stack([points[assigned == i].mean(dim=0) for i in range(k)])
+    return torch.cdist(means, points).square(), []
+
+
+def _subspaces(rank: int, robust: bool) -> Fit:
+    def fit(columns: Tensor, assigned: Tensor, k: int, state: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
+        bases = _bases(columns, assigned, k, state, None)
+        cost = _distances(columns, bases)
+        if not robust:
+            return cost, bases
+        for _ in range(2):  # weighted by 1/distance, squared distances become plain ones
+            far = cost.gather(0, assigned.clamp_min(0)[None])[0].sqrt()
+            weights = 1 / far.clamp_min(1e-6 * float(far.max()) + 1e-300)
+            bases = _bases(columns, assigned, k, bases, weights)
+            cost = _distances(columns, bases)
+        return cost.sqrt(), bases
+
+    def _bases(
+        columns: Tensor, assigned: Tensor, k: int, state: list[Tensor] | None, weights: Tensor | None
+    ) -> list[Tensor]:
+        scaled = columns if weights is None else columns * weights.sqrt()[None, :, None]
+        found = []
+        for i in range(k):
+            mine = scaled[:, assigned == i].flatten(1)
+            if len(mine) <= SMALL:
+                found.append(torch.linalg.eigh(mine @ mine.t())[1][:, -rank:])
+                continue
+            warm = state is not None and state[i].shape[1] == rank
+            basis = state[i] if state is not None and warm else mine[:, :rank]
+            for _ in range(1 if warm else 3):
+                basis = torch.linalg.qr(mine @ (mine.t() @ basis))[0]
+            found.append(basis)
+        return found
+
+    return fit
+
+
+def _distances(columns: Tensor, bases: list[Tensor]) -> Tensor:
+    """Squared distances (k, c) of every channel's columns from every subspace."""
+    flat = columns.flatten(1)
+    whole = columns.square().sum(dim=(0, 2))
+    kept = [(basis.t() @ flat).square().sum(dim=0).reshape(len(whole), -1).sum(dim=1) for basis in bases]
+    return (whole - torch.stack(kept)).clamp_min(0)

@@ -1,0 +1,216 @@
+"""Factors in the metric of data: of what flows into a layer, and of what the network makes of what flows out.
+
+With M = E[x xᵀ] of the patches a layer sees and a metric SᵀS of its outputs, an approximation costs
+
+    E ‖S (W − Ŵ) x‖² = ‖S (W − Ŵ) M^{1/2}‖²_F.
+
+1. The encoder of a slice are the leading right singular vectors of S W_i C_i, times C_i⁻¹, with C_i the root of the
+   slice's own block of M (averaged over the taps that the decoder owns): the best one if slices were independent.
+2. The decoder is the least-squares fit of the outputs to what all encoders give, over all slices and taps together:
+   the best one for these encoders, correlations between slices included.
+
+The features of rank j are a part of those of rank j + 1, so one Cholesky factorisation of their second moments gives
+the errors of all ranks: row by row, what each rank explains. M is drawn a little towards a multiple of the identity,
+which is what keeps few samples from being taken at their word.
+
+A transposed convolution spreads each input over its taps; every tap is an output of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankwise.core.fold import kernel_sides, to_matrix
+from rankwise.core.layer import Layer, canonical
+from rankwise.core.linalg import Array
+from rankwise.core.option import Option, taps
+from rankwise.decompositions.slices import cut
+
+FLOOR = 1e-6  # of the mean, added to eigenvalues: a direction that was never seen costs a little
+JITTER = 1e-9  # of the mean diagonal, so that dependent features do not stop Cholesky
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """Encoders of all ranks, and what is needed to fit the decoder of any rank."""
+
+    encoder: Tensor  # (G, k, r, columns of a slice)
+    roots: tuple[Tensor, ...]  # for each group: Cholesky factor of the features' second moments, rank by rank
+    cross: tuple[Tensor, ...]  # for each group: (outputs, features)
+    errors: Array  # by rank, E ‖S (W − Ŵ) x‖²
+    rows: int  # of a slice: filters of a group times the decoder's taps
+
+    def factors(self, rank: int) -> tuple[Tensor, Tensor]:
+        """U (G, k, rows, j) and V (G, k, j, columns), as `decompose.factors` gives them."""
+        k, r = self.encoder.shape[1:3]
+        lefts = []
+        for root, cross in zip(self.roots, self.cross, strict=True):
+            each = len(root) // r  # features of one rank: slices × taps
+            n = rank * each
+            decoder = torch.cholesky_solve(cross[:, :n].t(), root[:n, :n]).t()
+            whole = decoder.reshape(-1, rank, k, each // k).permute(2, 0, 3, 1)  # (k, outputs, taps, j)
+            lefts.append(whole.reshape(k, self.rows, rank))
+        return torch.stack(lefts), self.encoder[:, :, :rank]
+
+
+def fit(
+    weight: Tensor,
+    layer: Layer,
+    option: Option,
+    moment: Tensor,
+    metric: Tensor | None = None,
+    most: int | None = None,
+) -> Fitted:
+    """All ranks at once, or those up to `most`. `moment` is (G, d, d) of the patches, `metric` S as (G, f/G, f/G)."""
+    found, roots, crosses = [], [], []
+    errors = np.zeros(1)
+    for slices, rows, blocks, scale in parts(weight, layer, option, moment, metric):
+        encoder = encoders(slices, scale, blocks)[:, :most]
+        root, cross = features(rows, encoder, blocks)
+        errors = errors + _errors(rows, scale, blocks, root, cross, encoder.shape[1])
+        found.append(encoder)
+        roots.append(root)
+        crosses.append(cross)
+    rows_of_slice = layer.group_filters * taps(layer, option)[0]
+    return Fitted(torch.stack(found), tuple(roots), tuple(crosses), errors, rows_of_slice)
+
+
+def parts(
+    weight: Tensor, layer: Layer, option: Option, moment: Tensor, metric: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """For each group: its slices (k, rows, columns), the weight (outputs, taps, c·taps), blocks of M, and S."""
+    sliced = cut(weight, layer, option).to("cpu", torch.float64)
+    left = taps(layer, option)[0]
+    whole = to_matrix(canonical(weight.detach(), layer), option.fold).to("cpu", torch.float64)
+    whole = whole.reshape(layer.groups, layer.group_filters, left, -1)
+    for g, slices in enumerate(sliced):
+        rows, scale = whole[g], None if metric is None else metric[g]
+        if layer.transposed:
+            rows = rows.reshape(-1, 1, rows.shape[-1])
+            scale = None if scale is None else torch.kron(scale, torch.eye(left, dtype=scale.dtype))
+        yield slices, rows, _blocks(layer, option, moment[g]), scale
+
+
+def _blocks(layer: Layer, option: Option, moment: Tensor) -> Tensor:
+    """M as (taps of the decoder, c·taps of the encoder, the same again)."""
+    left, right = kernel_sides(option.fold)
+    outer, inner = taps(layer, option)
+    c, n = layer.group_channels, layer.dims
+    if layer.transposed:
+        return torch.kron(moment, torch.eye(inner, dtype=moment.dtype))[None, :, None]
+    here = [*(1 + a for a in left), 0, *(1 + a for a in right)]
+    turned = moment.reshape(c, *layer.kernel, c, *layer.kernel).permute(*here, *(i + n + 1 for i in here))
+    return turned.reshape(outer, c * inner, outer, c * inner)
+
+
+def rough_errors(weight: Tensor, layer: Layer, option: Option, moment: Tensor, metric: Tensor) -> Array:
+    """By rank, what the pair would lose if slices and taps were independent: the energy that encoders leave behind.
+
+    No decoder is fitted, so it takes a fraction of the time. Options of one layer come in nearly the same order.
+    """
+    lost = np.zeros(1)
+    for slices, _, blocks, scale in parts(weight, layer, option, moment, metric):
+        energy = torch.stack([torch.linalg.eigvalsh(_gram(*each)[0]) for each in _turned(slices, scale, blocks)])
+        strongest = energy.clamp_min(0).sum(0).numpy()[::-1]
+        lost = lost + np.append(np.cumsum(strongest[::-1])[::-1], 0.0)
+    return lost
+
+
+def encoders(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """(k, r, columns), strongest first. `scale` may have fewer rows than there are outputs.
+
+    For A = S W_i and M_i = C Cᵀ: the leading right singular vectors of A C, times C⁻¹. From the left ones they are
+    UᵀA / σ, so that a wide slice needs no root of M_i at all.
+    """
+    found = []
+    for matrix, moment in _turned(slices, scale, blocks):
+        gram, root = _gram(matrix, moment)
+        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = values.flip(0), vectors.flip(1)
+        if root is None:
+            real = values > 1e-14 * values[0].clamp_min(0)  # the others have no energy and are never needed
+            found.append(torch.where(real, values.clamp_min(1e-300).rsqrt(), 0.0)[:, None] * (vectors.t() @ matrix))
+        else:
+            found.append(torch.linalg.solve_triangular(root, vectors.t(), upper=False, left=False))
+    return torch.stack(found)
+
+
+def _turned(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """A = S W_i and M_i of each slice; M_i is the mean over the taps that the decoder owns."""
+    same = blocks.diagonal(dim1=0, dim2=2).mean(-1)
+    k, _, columns = slices.shape
+    missing = k * columns - len(same)
+    if missing:
+        same = torch.constant_pad_nd(same, (0, missing, 0, missing))
+    least = FLOOR * float(same.diagonal().mean()) or 1.0  # nothing was seen: any unit will do
+    for i, matrix in enumerate(slices):
+        here = slice(i * columns, (i + 1) * columns)
+        if scale is not None:
+            matrix = (scale @ matrix.reshape(scale.shape[1], -1)).reshape(-1, columns)
+        yield matrix, same[here, here] + least * torch.eye(columns, dtype=same.dtype)
+
+
+def _gram(matrix: Tensor, moment: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A M Aᵀ, or for a tall A: Cᵀ AᵀA C and the Cholesky factor C of M."""
+    if len(matrix) < matrix.shape[1]:
+        return matrix @ moment @ matrix.t(), None
+    root = torch.linalg.cholesky(moment)
+    return root.t() @ (matrix.t() @ matrix) @ root, root
+
+
+def features(rows: Tensor, encoder: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Second moments of the encoders' outputs, factorised, and theirs with the layer's; order (rank, slice, tap).
+
+    An encoder reads its own slice only, so slices are multiplied one by one.
+    """
+    k, rank, columns = encoder.shape
+    taps, wide = blocks.shape[:2]
+    missing = k * columns - wide
+    if missing:
+        blocks = torch.constant_pad_nd(blocks, (0, missing, 0, 0, 0, missing))
+        rows = torch.constant_pad_nd(rows, (0, missing))
+    parted = torch.unflatten(blocks, 3, (k, columns)).permute(3, 4, 0, 1, 2)  # (k, y, a, x, b)
+    seen = torch.bmm(encoder, parted.flatten(2))  # (k, r, a·x·b)
+    seen = seen.reshape(k, rank, taps, k, columns, taps).permute(3, 4, 2, 1, 0, 5)  # (l, x, a, r, k, b)
+    square = torch.bmm(encoder, seen.flatten(2)).reshape(k, rank, taps, -1).transpose(0, 1)
+    square = square.reshape(rank * k * taps, -1)
+    turned = torch.unflatten(rows, 2, (k, columns)).permute(0, 2, 3, 1)  # (f, l, x, a)
+    cross = turned.reshape(len(rows), -1) @ seen.reshape(k * columns * taps, -1)
+    small = JITTER * max(1.0, float(square.diagonal().mean()))
+    for more in (1.0, 10.0, 100.0):
+        root, info = torch.linalg.cholesky_ex(square + more * small * torch.eye(len(square), dtype=square.dtype))
+        if not int(info):
+            return root, cross
+    return torch.linalg.cholesky(square + 1e3 * small * torch.eye(len(square), dtype=square.dtype)), cross
+
+
+def _errors(rows: Tensor, scale: Tensor | None, blocks: Tensor, root: Tensor, cross: Tensor, rank: int) -> Array:
+    measured = cross if scale is None else scale @ cross
+    explained = torch.linalg.solve_triangular(root, measured.t(), upper=False).square().sum(1)
+    by_rank = explained.reshape(rank, -1).sum(1).cumsum(0).numpy()
+    outputs = rows if scale is None else torch.einsum("gf,fax->gax", scale, rows)
+    total = float(torch.einsum("fax,axby,fby->", outputs, blocks, outputs))
+    return np.minimum.accumulate(np.maximum(0.0, total - np.append(0.0, by_rank)))
+
+
+def shrunk(moment: Tensor, share: float) -> Tensor:
+    """(1 − share) · M + share · mean variance · I, for each group."""
+    mean = moment.diagonal(dim1=1, dim2=2).mean(1)
+    return (1 - share) * moment + share * mean[:, None, None] * torch.eye(moment.shape[-1], dtype=moment.dtype)
+
+
+def share_for(count: int, size: int) -> float:
+    """How far to draw a moment of `count` samples in `size` dimensions towards the identity."""
+    return size / (size + count) if count else 1.0
+
+
+def root_of(metric: Tensor) -> Tensor:
+    """S with SᵀS the metric (G, f, f), drawn a little towards the identity."""
+    values, vectors = torch.linalg.eigh(shrunk(metric, 1e-3))
+    root: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
+    return root

@@ -1,0 +1,1 @@
+"""Export to other runtimes, and the measured time of the result."""

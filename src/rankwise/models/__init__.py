@@ -1,0 +1,1 @@
+"""MODEL specifications to networks with weights."""

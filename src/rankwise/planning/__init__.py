@@ -1,0 +1,1 @@
+"""From tables and a budget to a plan: numbers only, no modules."""

@@ -1,0 +1,266 @@
+"""Menus: what a layer can become, at what cost and with what error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from rankwise.core.fold import folds_for, kernel_sides
+from rankwise.core.layer import Layer
+from rankwise.core.linalg import Array
+from rankwise.core.measures import Curve
+from rankwise.core.option import Ints, Option, costs, groups_for
+from rankwise.decompositions import whitened_tucker
+from rankwise.decompositions.clusters import cluster_counts
+from rankwise.decompositions.tucker import has_taps
+from rankwise.errors import RankwiseError
+from rankwise.planning.table import Table
+from rankwise.planning.times import MARGIN
+
+OUTERS = 64  # outer ranks to choose from at most, where a core is fitted to data
+
+
+class Point(NamedTuple):
+    """One thing a layer can become. `option` None: it stays as it is, without error."""
+
+    cost: tuple[int, ...]  # in each unit of the budget
+    error: float
+    option: Option | None
+    rank: int
+
+    def fits(self, room: Sequence[int]) -> bool:
+        return all(c <= r for c, r in zip(self.cost, room, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """An option of a layer: its costs (ranks, units) and its error by rank, and the largest rank worth having.
+
+    Where only some ranks are wanted everything is indexed by their number, and `ranks` says which they are.
+    """
+
+    option: Option
+    costs: Ints
+    curve: Curve
+    most: int
+    ranks: Ints | None = None
+
+    def cost(self, rank: int) -> tuple[int, ...]:
+        return tuple(self.costs[rank].tolist())
+
+    def point(self, rank: int) -> Point:
+        return Point(self.cost(rank), self.curve[rank], self.option, self.real_rank(rank))
+
+    def real_rank(self, rank: int) -> int:
+        return rank if self.ranks is None else int(self.ranks[rank])
+
+    def rank_within(self, room: Sequence[float]) -> int:
+        """The largest rank whose cost stays within `room`; 0 if there is none."""
+        ranks = [int(column.searchsorted(r, side="right")) - 1 for column, r in zip(self.costs.T, room, strict=True)]
+        return max(0, min([self.most, *ranks]))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an offer must be beside smaller: `never_slower` than the layer; channels in between a `multiple`."""
+
+    never_slower: bool = False
+    multiple: int = 1
+
+
+@dataclass(frozen=True)
+class Menu:
+    """The offers for one layer, every one smaller than the layer itself in every unit of the budget."""
+
+    layer: Layer
+    offers: tuple[Offer, ...]
+    dense: Point
+
+    @cached_property
+    def front(self) -> tuple[Ints, Array, Ints, Ints]:
+        """Every point worth having in one unit: costs rising, errors falling, offer (−1: dense), rank."""
+        ranks = [np.arange(1, o.most + 1) if o.ranks is None else o.ranks[1 : o.most + 1] for o in self.offers]
+        cost = np.concatenate(
+            [*(o.costs[1 : o.most + 1, 0] for o in self.offers), np.array(self.dense.cost, dtype=np.int64)]
+        )
+        error = np.concatenate([*(o.curve.values()[1 : o.most + 1] for o in self.offers), [0.0]])
+        which = np.concatenate([*(np.full(len(r), i) for i, r in enumerate(ranks)), [-1]])
+        rank = np.concatenate([*ranks, [0]])
+        order = np.lexsort((error, cost))
+        best = np.minimum.accumulate(error[order])
+        lower = np.concatenate([[True], best[1:] < best[:-1]])
+        order = order[lower]
+        return cost[order], error[order], which[order], rank[order]
+
+    def front_point(self, index: int) -> Point:
+        cost, error, which, rank = self.front
+        offer = int(which[index])
+        if offer < 0:
+            return self.dense
+        return Point((int(cost[index]),), float(error[index]), self.offers[offer].option, int(rank[index]))
+
+    @cached_property
+    def _falling(self) -> Array:
+        return -self.front[1]
+
+    def at(self, level: float) -> list[Point]:
+        """The cheapest points with an error of at most `level`; more than one only for several units."""
+        if len(self.dense.cost) == 1 and all(o.curve.known for o in self.offers):
+            return [self.front_point(int(self._falling.searchsorted(-level)))]
+        found = [self.dense]
+        # Cheapest lower bounds first: an offer that cannot beat what is there needs no evaluation at all.
+        floor = [(max(1, int((-o.curve.lower).searchsorted(-level))), o) for o in self.offers]
+        able = [(least, o) for least, o in floor if least <= o.most]
+        for least, offer in sorted(able, key=lambda f: f[1].cost(f[0])[0]):
+            if not any(p.fits(offer.cost(least)) for p in found):
+                rank = max(1, offer.curve.first(level))
+                if rank <= offer.most:
+                    found = pareto([*found, offer.point(rank)])
+        return found
+
+    def only(self, offer: Offer) -> Menu:
+        """The same layer with this one option, or as it is."""
+        return Menu(self.layer, (offer,), self.dense)
+
+
+def pareto(points: list[Point]) -> list[Point]:
+    """Drop every point that another one undercuts in every unit (the first of equals stays)."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.cost, p.error)):
+        if not any(other.fits(point.cost) for other in kept):
+            kept.append(point)
+    return kept
+
+
+def menus(
+    table: Table,
+    units: tuple[str, ...],
+    measure: str,
+    folds: object = "all",
+    groups: object = "all",
+    decompositions: tuple[str, ...] = ("svd",),
+    rules: Rules | None = None,
+) -> list[Menu]:
+    """A menu for every layer of the table, with the options that `folds`, `groups` and `decompositions` allow."""
+    rules = rules or Rules()
+    if table.times is None and ("latency" in units or rules.never_slower):
+        raise RankwiseError(
+            "never_slower and budgets in latency need measured times: use rankwise.compress with an example input, "
+            "or set table.times = rankwise.measure_times(model, example)"
+        )
+    key = ("menus", units, measure, repr(folds), repr(groups), decompositions, rules, id(table.times))
+    if key not in table.cache:
+        table.cache[key] = [
+            _menu(table, layer, units, measure, _wanted(table, layer, folds, groups, decompositions), rules)
+            for layer in table.coverage.layers
+        ]
+    return table.cache[key]  # type: ignore[no-any-return]
+
+
+def _menu(
+    table: Table, layer: Layer, units: tuple[str, ...], measure: str, options: list[Option], rules: Rules
+) -> Menu:
+    timed = "latency" in units or rules.never_slower
+    whole = {"params": layer.params, "macs": layer.macs}
+    whole["latency"] = table.times.dense(layer.name) if table.times else None
+    dense = tuple(int(whole[unit] or 0) for unit in units)
+    offers = []
+    for option in options:
+        params, macs = costs(layer, option)
+        by_unit: dict[str, Ints | None] = {"params": params, "macs": macs, "latency": None}
+        if table.times and timed:
+            by_unit["latency"] = table.times.by_rank(layer, option)
+        if timed and by_unit["latency"] is None:
+            continue  # nobody knows how long it takes
+        columns = [params if (column := by_unit[u]) is None else column for u in units]
+        curve = table.curve(layer, option, measure)
+        limits = [_largest(by_unit[u], u, whole[u]) for u in (*units, *(["latency"] if rules.never_slower else []))]
+        most = min([len(curve) - 1, *(m for m in limits if m is not None)]) if any(dense) else 0
+        offer = Offer(option, np.stack(columns, axis=1), curve, most)
+        offer = offer if rules.multiple == 1 else _round(offer, layer, rules.multiple)
+        if offer.most >= 1:
+            offers.append(offer)
+    return Menu(layer, tuple(offers), Point(dense, 0.0, None, 0))
+
+
+def _largest(by_rank: Ints | None, unit: str, dense: int | None) -> int | None:
+    """The largest rank that costs less than the layer itself; in time, by more than measurements are off.
+
+    A unit in which the layer costs nothing (it is not called) cannot get smaller and does not count: None.
+    """
+    if not dense or by_rank is None:
+        return None
+    return int(by_rank.searchsorted(dense * MARGIN if unit == "latency" else dense)) - 1
+
+
+def _round(offer: Offer, layer: Layer, multiple: int) -> Offer:
+    """Only those ranks that make the number of channels between the factors a multiple."""
+    slices = layer.groups * offer.option.groups
+    ranks = [0, *(r for r in range(1, offer.most + 1) if slices * r % multiple == 0)]
+    return Offer(offer.option, offer.costs[ranks], offer.curve.at(ranks), len(ranks) - 1, np.array(ranks))
+
+
+def _wanted(table: Table, layer: Layer, folds: object, groups: object, decompositions: tuple[str, ...]) -> list[Option]:
+    """The table's options for a layer, narrowed to those a method asks for.
+
+    A layer that the calibration data does not reach may have none.
+    """
+    missing = [d for d in decompositions if d not in table.decompositions]
+    if missing:
+        raise RankwiseError(
+            f"the table has no {missing[0]!r}: build it with decompositions={decompositions!r}"
+            f"{', and calibration data (data=)' if missing[0] == 'pca' else ''}"
+        )
+    everything = table.options(layer)
+    slices = [o for o in everything if o.decomposition == "svd"]
+    found: list[Option] = []
+    for decomposition in decompositions:
+        own = [o for o in everything if o.decomposition == decomposition]
+        if decomposition == "svd":
+            own = _narrowed(slices, layer, folds, groups)
+        elif decomposition == "whitened":
+            own = _narrowed(own, layer, folds, groups, screened=True)
+        elif decomposition == whitened_tucker.NAME:
+            own = [o for o in own if o.outer % -(-layer.group_filters // OUTERS) == 0]
+        elif decomposition == "tucker2" and not has_taps(layer):
+            own = _narrowed(slices, layer, 0, 1)
+        elif decomposition == "messi":
+            ks = cluster_counts(groups, layer)
+            own = [o for o in own if o.groups in ks] if layer.groups == 1 else _narrowed(slices, layer, 0, groups)
+        found += [o for o in own if o not in found]
+    return found
+
+
+def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object, screened: bool = False) -> list[Option]:
+    """Those options that have one of the folds and one of the numbers of slices.
+
+    None may be missing, unless they were `screened`: of large layers effects.py fits what is worth it and no more.
+    """
+    everything = there
+    if groups != "all":
+        ks = groups_for(groups, layer)  # type: ignore[arg-type]
+        missing = sorted(set(ks) - {o.groups for o in there})
+        if missing and there and not screened:
+            raise RankwiseError(
+                f"the table has no spectra for {missing[0]} slices of layer {layer.name!r}: "
+                f"build it with groups={groups!r}"
+            )
+        there = [o for o in there if o.groups in ks]
+    if folds != "all":
+        # Folds of one matrix are stored once, so compare what they do to axes longer than 1.
+        def matrix(fold: str) -> tuple[int, ...]:
+            return tuple(a for a in kernel_sides(fold)[0] if layer.kernel[a] > 1)
+
+        asked = {matrix(f): f for f in folds_for(folds, layer.dims)}  # type: ignore[arg-type]
+        missing_folds = set(asked) - {matrix(o.fold) for o in everything}
+        if missing_folds and everything and not screened:
+            fold = asked[missing_folds.pop()]
+            raise RankwiseError(
+                f"the table has no spectra for the fold {fold} of {layer.name!r}: build it with that fold"
+            )
+        there = [o for o in there if matrix(o.fold) in asked]
+    return there

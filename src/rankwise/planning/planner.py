@@ -1,0 +1,262 @@
+"""From a table and a budget to a plan: limits, search, and what becomes of every layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from rankwise.core.layer import Layer, Skipped
+from rankwise.core.measures import check_measure
+from rankwise.core.option import DECOMPOSITIONS, Cost, cost_at
+from rankwise.decompositions.clusters import check_clustering
+from rankwise.errors import BudgetError, RankwiseError
+from rankwise.planning.budget import Budget
+from rankwise.planning.knapsack import least_sum, penalty, product
+from rankwise.planning.menu import Menu, Point, Rules, menus
+from rankwise.planning.minimax import Solution, alternate, combine, constant, minimax
+from rankwise.planning.plan import Choice, Plan
+from rankwise.planning.signal_rank import signal_points
+from rankwise.planning.table import Table
+from rankwise.planning.times import NANO
+
+SEARCHES = ("alternate", "minimax", "sum", "penalty", "product", "constant")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to search: which options, which error, which search."""
+
+    folds: Any = "all"
+    groups: Any = "all"
+    error: str = "energy"
+    search: str = "sum"
+    seed: int = 0
+    starts: int = 15
+    decompositions: tuple[str, ...] = ("svd",)
+    clustering: str = ""  # for messi: the table's, and "projective" where none is built yet
+    never_slower: bool = False  # a layer stays as it is unless its pair was measured to be faster
+    rank_multiple: int = 1  # for hardware that likes round numbers of channels
+
+    def __post_init__(self) -> None:
+        check_measure(self.error)
+        if self.clustering:
+            check_clustering(self.clustering)
+        if self.search not in SEARCHES:
+            raise RankwiseError(f"unknown search {self.search!r}: the searches are {', '.join(SEARCHES)}")
+        if not isinstance(self.never_slower, bool):
+            raise RankwiseError(f"never_slower={self.never_slower!r} was given, and it is True or False")
+        for name, least in (("seed", 0), ("starts", 1), ("rank_multiple", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise RankwiseError(f"{name}={value!r} was given, and {name} is a whole number from {least} on")
+        for name in ("folds", "groups", "decompositions"):
+            value = getattr(self, name)
+            if isinstance(value, Iterable) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))  # read more than once, and saved with the plan
+        unknown = [decomposition for decomposition in self.decompositions if decomposition not in DECOMPOSITIONS]
+        if unknown or not self.decompositions:
+            raise RankwiseError(
+                f"decompositions={self.decompositions!r} was given: possible are {', '.join(DECOMPOSITIONS)}"
+            )
+
+
+def find_plan(table: Table, budget: Budget | None, settings: Settings, method: str, model: str = "") -> Plan:
+    """The plan that the search finds; never above the budget, and an error if nothing fits it.
+
+    Only tucker2 can do without a budget (unbudgeted.py).
+    """
+    if budget is None and settings.decompositions == ("tucker2",):
+        points = signal_points(table, settings.error)
+        reached = Budget(params=_after(table, points).params)
+        return _make_plan(table, points, reached, settings, method, model, {"ranks": "vbmf"})
+    if not isinstance(budget, Budget):
+        raise RankwiseError(f"a Budget is needed, and {budget!r} was given: for instance Budget(params=0.4)")
+    if settings.error == "exact" and table.weights is not None:
+        table.check(table.weights)  # trained since, it would mix new weights with old spectra
+    if "messi" in settings.decompositions and settings.clustering not in ("", table.clustering):
+        raise RankwiseError(
+            f"the table's clusters are {table.clustering!r} and {settings.clustering!r} are asked for: build it with "
+            f"clustering={settings.clustering!r}, or ask for those it has"
+        )
+    settings = replace(settings, clustering=table.clustering)
+    coverage = table.coverage
+    whole = {"params": coverage.params, "macs": coverage.macs or 0, "latency": table.times.total if table.times else 0}
+    limits = budget.limits(coverage, table.times.total if table.times else None)
+    offered = _offers(table, budget, settings, settings.never_slower)
+    fixed = [whole[u] - sum(m.dense.cost[i] for m in offered) for i, u in enumerate(budget.units)]
+    if table.times is not None and "latency" in budget.units:
+        fixed[budget.units.index("latency")] = table.times.fixed
+    room = [limits[u] - f for u, f in zip(budget.units, fixed, strict=True)]
+    solution = run_search(offered, room, settings)
+    if solution is None and settings.never_slower:
+        offered = _freed(offered, _offers(table, budget, settings, False), room)
+        solution = run_search(offered, room, settings)
+    if solution is None:
+        raise _cannot_be_met(offered, budget, limits, fixed, whole)
+    able = {m.layer.name for m in offered if m.offers}
+    findings = {**_findings(solution), **_times(table, solution.points)}
+    return _make_plan(table, solution.points, budget, settings, method, model, findings, able)
+
+
+def _offers(table: Table, budget: Budget, settings: Settings, never_slower: bool) -> list[Menu]:
+    rules = Rules(never_slower, settings.rank_multiple)
+    return menus(table, budget.units, settings.error, settings.folds, settings.groups, settings.decompositions, rules)
+
+
+def _freed(faster: list[Menu], every: list[Menu], room: Sequence[int]) -> list[Menu]:
+    """The menus of faster pairs, with every pair where the budget needs it: in as few layers as will do.
+
+    The layers that can give most in return come first, so with one budget no fewer would do.
+    """
+
+    def least(menu: Menu) -> list[int]:
+        return [min([c, *(o.cost(1)[u] for o in menu.offers)]) for u, c in enumerate(menu.dense.cost)]
+
+    gains = [
+        sum((a - b) / max(1, r) for a, b, r in zip(least(one), least(other), room, strict=True))
+        for one, other in zip(faster, every, strict=True)
+    ]
+    offered = list(faster)
+    for i in sorted((i for i, gain in enumerate(gains) if gain > 0), key=lambda i: -gains[i]):
+        offered[i] = every[i]
+        if combine([m.at(math.inf) for m in offered], room) is not None:
+            break
+    return offered
+
+
+def _times(table: Table, points: list[Point]) -> dict[str, Any]:
+    """What the plan should take by the measured times: the network, each layer before and after, and slower ones."""
+    times = table.times
+    if times is None:
+        return {}
+    layers = {
+        la.name: [times.seconds(la, None, 0), times.seconds(la, p.option, p.rank)]
+        for la, p in zip(table.coverage.layers, points, strict=True)
+        if p.option is not None
+    }
+    before = times.total / NANO
+    whole = (times.fixed + sum(times.dense(la.name) for la in table.coverage.layers)) / NANO
+    after = whole + sum(pair - dense for dense, pair in layers.values())
+    if math.isnan(after):
+        return {}  # options that nobody measured, and nobody asked for time
+    slower = [name for name, (dense, pair) in layers.items() if pair > dense]
+    found = {"before": before, "after": after, "keep": after / before if before else 1.0, "layers": layers}
+    return {"latency": {**found, "slower": slower, "timing": dict(times.timing)}}
+
+
+def _make_plan(
+    table: Table,
+    points: list[Point],
+    budget: Budget,
+    settings: Settings,
+    method: str,
+    model: str,
+    findings: dict[str, Any],
+    able: set[str] | None = None,
+) -> Plan:
+    """What becomes of every layer, written down; `able` are the layers that had something to choose."""
+    layers = table.coverage.layers
+    entries = [_entry(table, la, p, settings.error, able) for la, p in zip(layers, points, strict=True)]
+    return Plan(
+        model=model,
+        method=method,
+        budget=budget,
+        before=Cost(table.coverage.params, table.coverage.macs),
+        after=_after(table, points),
+        layers=(*entries, *table.coverage.skipped),
+        settings={k: _plain(v) for k, v in vars(settings).items()},
+        search=findings,
+        layout=table.times.layout if table.times else None,
+    )
+
+
+def run_search(offered: list[Menu], room: Sequence[int], settings: Settings) -> Solution | None:
+    if settings.search == "alternate":
+        return alternate(offered, room, settings.seed, settings.starts)
+    if settings.search == "minimax":
+        return minimax(offered, room)
+    if settings.search == "sum":
+        return least_sum(offered, room)
+    if settings.search == "penalty":
+        return penalty(offered, room)
+    return product(offered, room) if settings.search == "product" else constant(offered, room)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _findings(solution: Solution) -> dict[str, Any]:
+    found: dict[str, Any] = {"objective": float(solution.objective)}
+    if solution.gap is not None:
+        found["gap"] = float(solution.gap)
+    if solution.price is not None:
+        found["price"] = float(solution.price)
+    if solution.trace:
+        found["trace"] = [float(e) for e in solution.trace]
+    return found
+
+
+def _cost(layer: Layer, point: Point) -> Cost:
+    if point.option is None:
+        return Cost(layer.params, layer.macs)
+    return cost_at(layer, point.option, point.rank)
+
+
+def _after(table: Table, points: list[Point]) -> Cost:
+    params, macs = table.coverage.params, table.coverage.macs
+    for layer, point in zip(table.coverage.layers, points, strict=True):
+        cost = _cost(layer, point)
+        params += cost.params - layer.params
+        if macs is not None:
+            macs += (cost.macs or 0) - (layer.macs or 0)
+    return Cost(params, macs)
+
+
+def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str] | None) -> Choice | Skipped:
+    if point.option is None:
+        chosen = able is not None and layer.name in able
+        better = "smaller" if table.times is None else "smaller and faster"
+        reason = "the budget leaves it whole" if chosen else f"no pair of factors is {better} than the layer"
+        return Skipped(layer.name, layer.kind, layer.params, reason)
+    error = {
+        m: table.curve(layer, point.option, m)[point.rank] for m in (*table.measures(layer, point.option), measure)
+    }
+    return Choice(
+        name=layer.name,
+        kind=layer.kind,
+        shape=layer.shape,
+        fold=point.option.fold,
+        groups=point.option.groups,
+        rank=point.rank,
+        decomposition=point.option.decomposition,
+        outer=point.option.outer,
+        clusters=point.option.clusters,
+        error={m: float(e) for m, e in error.items()},
+        before=Cost(layer.params, layer.macs),
+        after=_cost(layer, point),
+    )
+
+
+def _cannot_be_met(
+    offered: list[Menu], budget: Budget, limits: dict[str, int], fixed: list[int], whole: dict[str, int]
+) -> BudgetError:
+    """Say what is asked and the least that is possible, for each unit on its own."""
+    parts = []
+    for i, unit in enumerate(budget.units):
+        least = fixed[i] + sum(min([m.dense.cost[i], *(o.cost(1)[i] for o in m.offers)]) for m in offered)
+        # Rounded up: whoever asks for the share that is stated gets it.
+        share = math.ceil(10_000 * Fraction(least, whole[unit])) / 10_000 if whole[unit] else 1.0
+        asked, possible = f"{limits[unit]:,} {unit} are", f"{least:,}"
+        if unit == "latency":
+            share = budget.keep_for(least, whole[unit])
+            asked, possible = f"{limits[unit] / 1e6:.3f} ms are", f"{least / 1e6:.3f} ms"
+        parts.append(f"at most {asked} asked for and the least possible is {possible} (keep {share:.4f})")
+    together = "" if len(parts) == 1 else ", each on its own"
+    return BudgetError(
+        f"the budget cannot be met: {'; '.join(parts)}{together}; raise the budget, or allow more options "
+        f"(folds, groups, fewer excluded layers)"
+    )

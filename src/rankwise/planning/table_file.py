@@ -1,0 +1,159 @@
+"""Tables as files: one safetensors file with a JSON header and a checksum over both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_safetensors
+
+from rankwise.core import files
+from rankwise.core.layer import Call, Coverage, Layer, Skipped
+from rankwise.core.linalg import Array
+from rankwise.core.measures import ALL_MEASURES
+from rankwise.core.moments import Moments
+from rankwise.core.option import FITTED, Option, check_option, full_outer, full_rank
+from rankwise.errors import RankwiseError
+from rankwise.planning.table import Table
+
+FORMAT = 1
+
+
+def _checksum(header: dict[str, Any], tensors: dict[str, Array]) -> str:
+    text = json.dumps({k: v for k, v in header.items() if k != "checksum"}, ensure_ascii=False)
+    digest = hashlib.sha256(text.encode())
+    for key in sorted(tensors):
+        digest.update(f"{key} {tensors[key].dtype} {tensors[key].shape}".encode())
+        digest.update(np.ascontiguousarray(tensors[key]).data)
+    return digest.hexdigest()
+
+
+def write(table: Table, path: Path) -> None:
+    tensors: dict[str, Array] = {}
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "fingerprint": table.fingerprint,
+        "coverage": asdict(table.coverage),
+        "spectra": [_key(name, option) for name, option in table.spectra],
+        "norms": [[name, fold, norm] for (name, fold), norm in table.norms.items()],
+    }
+    for i, values in enumerate(table.spectra.values()):
+        tensors[str(i)] = np.ascontiguousarray(values)
+    if table.given:  # most tables have neither curves of their own nor data behind them
+        header["given"] = [
+            [_key(name, option), option.decomposition, [*c]] for (name, option), c in table.given.items()
+        ]
+        for i, curves in enumerate(table.given.values()):
+            tensors.update({f"given {i} {m}": np.ascontiguousarray(values) for m, values in curves.items()})
+    if table.decompositions != ("svd",):
+        header["decompositions"], header["clustering"] = table.decompositions, table.clustering
+    if table.moments:
+        header["moments"] = [[name, seen.count] for name, seen in table.moments.items()]
+        for i, seen in enumerate(table.moments.values()):
+            tensors[f"mean {i}"], tensors[f"scatter {i}"] = seen.mean.numpy(), seen.scatter.contiguous().numpy()
+    header["checksum"] = _checksum(header, tensors)
+    # One key only: safetensors writes several in random order, and the same table should give the same bytes.
+    data = to_safetensors(tensors, metadata={"rankwise-table": json.dumps(header, ensure_ascii=False)})
+    files.write_whole(path, data)
+
+
+def read(path: Path) -> Table:
+    where = str(path)
+    if not path.is_file():
+        raise RankwiseError(f"{where} is not a file: give the path that Table.save wrote")
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as err:
+        raise RankwiseError(f"{where} is not a whole safetensors file ({err}): build the table again") from None
+    if "rankwise-table" not in metadata:
+        raise RankwiseError(f"{where} is a safetensors file but not a rankwise table")
+    header = files.parse(metadata["rankwise-table"], where)
+    files.check_format(header, FORMAT, where)
+    if header.get("checksum") != _checksum(header, tensors):
+        raise RankwiseError(f"{where} is damaged (its checksum does not fit): build the table again")
+    coverage = _read_coverage(files.field(header, "coverage", dict, where), where)
+    try:
+        return _read_table(header, tensors, coverage, where)
+    except RankwiseError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as err:
+        raise RankwiseError(f"{where} is damaged ({err}): build the table again") from None
+
+
+def _key(name: str, option: Option) -> list[Any]:
+    return [name, option.fold, option.groups, *([option.clusters] if option.clusters else [])]
+
+
+def _option(layer: Layer, key: list[Any], decomposition: str | None = None) -> Option:
+    _, fold, k, *rest = key
+    if type(k) is not int:
+        raise ValueError(f"option {fold!r}, {k!r}")
+    members = tuple(tuple(int(c) for c in cluster) for cluster in (rest[0] if rest else ()))
+    option = Option(fold, k, decomposition or ("messi" if members else "svd"), clusters=members)
+    # Options with a core stand together, without an outer rank.
+    check_option(layer, replace(option, outer=1) if option.cored else option, "a layer of the table")
+    return option
+
+
+def _read_table(header: dict[str, Any], tensors: dict[str, Array], coverage: Coverage, where: str) -> Table:
+    layers = {layer.name: layer for layer in coverage.layers}
+    if any(min(layer.params, layer.macs or 0) < 0 for layer in coverage.layers):
+        raise ValueError("a layer of negative size")
+    found: dict[tuple[str, Option], Array] = {}
+    for i, key in enumerate(header["spectra"]):
+        layer = layers[key[0]]
+        option = _option(layer, key)
+        if tensors[str(i)].shape != (layer.groups, option.groups, full_rank(layer, option) + 1):
+            raise ValueError(f"spectra of {key[:3]}")
+        found[layer.name, option] = tensors[str(i)]
+    norms = {(name, fold): float(norm) for name, fold, norm in header["norms"]}
+    if not {(name, option.fold) for name, option in found} <= set(norms):
+        raise ValueError("norms")
+    table = Table(coverage, found, norms, files.field(header, "fingerprint", str, where))
+    for i, (key, decomposition, measures) in enumerate(header.get("given", [])):
+        layer = layers[key[0]]
+        option = _option(layer, key, decomposition)
+        curves = {m: tensors[f"given {i} {m}"] for m in measures if m in ALL_MEASURES}
+        shape = _curve_shape(layer, option)
+        least = 2 if option.decomposition in FITTED else shape[-1]  # those have ranks that are worth having, no others
+        fits = [c.shape[:-1] == shape[:-1] and least <= c.shape[-1] <= shape[-1] for c in curves.values()]
+        if not fits or not all(fits):
+            raise ValueError(f"curves of {key[:3]}")
+        table.given[layer.name, option] = curves
+    table.decompositions = tuple(str(d) for d in header.get("decompositions", ("svd",)))
+    table.clustering = str(header.get("clustering", ""))
+    for i, (name, count) in enumerate(header.get("moments", [])):
+        mean, scatter = (torch.from_numpy(tensors[f"{part} {i}"]) for part in ("mean", "scatter"))
+        if name not in layers or scatter.shape != (*mean.shape, mean.shape[-1]):
+            raise ValueError(f"moments of {name!r}")
+        table.moments[name] = Moments(int(count), mean, scatter)
+    return table
+
+
+def _curve_shape(layer: Layer, option: Option) -> tuple[int, ...]:
+    if option.cored:
+        return (full_outer(layer), layer.group_channels + 1)
+    return (full_rank(layer, option) + 1,)
+
+
+def _read_coverage(data: dict[str, Any], where: str) -> Coverage:
+    try:
+        layers = []
+        for entry in data["layers"]:
+            calls = entry["calls"]
+            if calls is not None:
+                calls = tuple(Call(tuple(c["inputs"]), tuple(c["outputs"]), c["count"]) for c in calls)
+            body: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items() if k != "calls"}
+            layers.append(Layer(**body, calls=calls))
+        skipped = tuple(Skipped(**entry) for entry in data["skipped"])
+        return Coverage(tuple(layers), skipped, data["params"], data["macs"])
+    except (KeyError, TypeError) as err:
+        raise RankwiseError(f"{where} is damaged ({err}): build the table again") from None

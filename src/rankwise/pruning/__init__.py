@@ -1,0 +1,1 @@
+"""Methods that remove whole channels: the graph of channels, trials, sensitivities."""

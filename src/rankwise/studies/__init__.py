@@ -1,0 +1,1 @@
+"""Grids of runs that resume: cells, rows, workers."""

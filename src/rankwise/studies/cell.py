@@ -1,0 +1,216 @@
+"""One cell of a study, from its description to its row. Whatever several cells need is made once (store.py).
+
+RESULTS/rows/CELL.json       the row, written last
+RESULTS/plans/CELL.json      the plan
+RESULTS/spectra/HASH.json    singular values of the reference network
+RESULTS/store/HASH/          reference networks, tables of spectra, statistics of calibration data
+RESULTS/work/CELL/           a compressed network while it is retrained; whoever is killed goes on from there
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rankwise.compression import Planner, Seen, build_network, is_free, planner
+from rankwise.core import files
+from rankwise.errors import RankwiseError
+from rankwise.methods import get_method, needs_data, settings_for
+from rankwise.planning.budget import Budget
+from rankwise.planning.plan import Plan
+from rankwise.planning.planner import Settings, find_plan
+from rankwise.pruning.filters import Filters
+from rankwise.studies.reference import Reference, images, open_reference, score, table_of
+from rankwise.studies.store import lock
+from rankwise.studies.study import Cell
+from rankwise.surgery import checkpoint
+from rankwise.training import steps
+from rankwise.training.results import FORMAT, ROWS, provenance, write_row
+
+
+def run_cell(cell: Cell, out: str) -> None:
+    """Write the row of a cell, unless it is there. What goes wrong is a row, too: the study goes on."""
+    path = row_path(cell, out)
+    with lock(Path(out) / "work" / f"{cell.name}.lock"):
+        if path.exists():
+            return
+        start = time.perf_counter()
+        try:
+            row = _measured(cell, Path(out))
+        except Exception as err:
+            write_failure(cell, out, _sentence(err))
+            return
+        row["seconds"]["all"] = time.perf_counter() - start
+        write_row(path, row)
+        shutil.rmtree(Path(out) / "work" / cell.name, ignore_errors=True)
+
+
+def write_failure(cell: Cell, out: str, error: str) -> None:
+    write_row(row_path(cell, out), {**_head(cell, "failed"), "error": error, "provenance": provenance()})
+
+
+def row_path(cell: Cell, out: str | Path) -> Path:
+    return Path(out) / ROWS / f"{cell.name}.json"
+
+
+def _sentence(err: Exception) -> str:
+    """For what users can get wrong its sentence; for our own mistakes the place, too."""
+    if isinstance(err, RankwiseError):
+        return str(err)
+    last = traceback.extract_tb(err.__traceback__)[-1]
+    return f"{type(err).__name__}: {err} ({Path(last.filename).name}, line {last.lineno})"
+
+
+def _head(cell: Cell, status: str) -> dict[str, Any]:
+    """What a row says about the cell, whatever became of it."""
+    network = cell.network
+    row = {
+        "format": FORMAT,
+        "status": status,
+        "kind": "cell",
+        "study": cell.study,
+        "cell": cell.name,
+        "mode": cell.mode,
+        "model": network.model,
+        "data": network.source,
+        "dataset": network.data.strip("<>"),
+        "split": cell.split,
+        "method": cell.entry.method,
+        "label": cell.entry.label,
+        "settings": cell.entry.settings,
+        "unit": cell.unit,
+        "asked": cell.asked,
+        "retrain": {"share": cell.share, "epochs": cell.epochs},
+        "repeat": cell.repeat,
+        "seed": cell.seed,
+    }
+    return {**row, "round": cell.round} if cell.round else row
+
+
+def _measured(cell: Cell, out: Path) -> dict[str, Any]:
+    reference = open_reference(cell, out)
+    found = _round(cell, out, reference) if cell.mode == "iterate" else _one_shot(cell, out, reference)
+    plan: Plan = found.pop("plan")
+    (out / "plans").mkdir(parents=True, exist_ok=True)
+    plan.save(out / "plans" / f"{cell.name}.json")
+    keep = plan.after.params / reference.params
+    macs = plan.after.macs / reference.macs if plan.after.macs is not None and reference.macs else None
+    return {
+        **_head(cell, "done"),
+        "keep": {"params": keep, "macs": macs},
+        "CR-P": 100 * (1 - keep),
+        "CR-F": None if macs is None else 100 * (1 - macs),
+        "params": plan.after.params,
+        "macs": plan.after.macs,
+        "reference": reference.score,
+        **found,
+        "plan": f"plans/{cell.name}.json",
+        "spectra": f"spectra/{reference.name}.json",
+        "provenance": provenance(),
+    }
+
+
+def _one_shot(cell: Cell, out: Path, reference: Reference) -> dict[str, Any]:
+    """Compress, and retrain where a share of the epochs is asked for."""
+    if not cell.share:
+        with _timed() as seconds:
+            small, plan = compressed(cell, out, reference)
+        with _timed() as scoring:
+            after = score(small, cell)
+        return {"plan": plan, "compressed": after, "seconds": {"compress": seconds[0], "score": scoring[0]}}
+    work = out / "work" / cell.name
+    note = work / "compress.json"
+    if not note.is_file():
+        with _timed() as seconds:
+            small, plan = compressed(cell, out, reference)
+        checkpoint.save(small, replace(plan, model=reference.spec), work / "small")
+        files.write_whole(note, json.dumps({"seconds": seconds[0]}).encode())
+    row = steps.retrain(work / "small", _run(cell, work / "retrained"), base=reference.spec)
+    spent = {"compress": files.parse(files.read(note), str(note))["seconds"], **row["seconds"]}
+    return {
+        "plan": checkpoint.read_plan(work / "small"),
+        "compressed": row["compressed"],
+        "retrained": row["retrained"],
+        "seconds": spent,
+    }
+
+
+def _round(cell: Cell, out: Path, reference: Reference) -> dict[str, Any]:
+    """Round i of compressing and retraining; the rounds before it are there already, or are made up for."""
+    work = out / "work" / _chain(cell)
+    rounds = steps.Rounds(
+        cell.round, cell.entry.method, cell.network.exclude, cell.calibrate, changes=cell.entry.settings
+    )
+    with lock(work.with_suffix(".lock")):
+        rows = steps.iterate(reference.spec, _run(cell, work), rounds, reference.weights)
+        plan = checkpoint.read_plan(work / f"round-{cell.round}")
+    row = rows[-1]
+    return {"plan": plan, "compressed": row["compressed"], "retrained": row["retrained"], "seconds": row["seconds"]}
+
+
+def _run(cell: Cell, folder: Path) -> steps.Run:
+    network = cell.network
+    recipe = replace(network.training, retrain=cell.epochs)
+    if network.alpha is not None:
+        recipe = replace(recipe, alpha=network.alpha)
+    return steps.Run(network.source, recipe, folder, cell.seed, True, cell.split, network.limit, network.size)
+
+
+def _chain(cell: Cell) -> str:
+    """The rounds of one iteration share a folder, which stays: more rounds may be asked for later."""
+    return replace(cell, asked=1.0, round=0).name
+
+
+def compressed(cell: Cell, out: Path, reference: Reference) -> tuple[nn.Module, Plan]:
+    """The smaller network and its plan. Tables and statistics come from the store where a method can use them."""
+    entry, network = cell.entry, reference.network
+    changes = {**_seeds(cell), **entry.settings}
+    settings, budget = settings_for(entry.method, **changes), Budget(**{cell.unit: cell.asked})
+    free = is_free(entry.method, entry.settings)
+    if isinstance(settings, Settings) and not free and settings.error != "effect":
+        table = table_of(cell, out, reference, settings)
+        plan = find_plan(table, budget, settings, entry.method, reference.spec)
+        return build_network(network, plan, Seen(table.moments))
+    return build_network(network, *_planner(cell, reference, settings, free)(budget))
+
+
+_last: dict[str, Planner] = {}  # effects of all options are as large as the network: one method's at a time
+
+
+def _planner(cell: Cell, reference: Reference, settings: Settings | Filters, free: bool) -> Planner:
+    """What does not depend on the budget is done once for cells that follow each other in a process."""
+    entry, exclude = cell.entry, cell.network.exclude
+    about = (reference.name, exclude, entry.method, sorted(entry.settings.items()), cell.calibrate, cell.seed)
+    key = json.dumps(about, default=str)
+    if key not in _last:
+        data = images(cell) if free or needs_data(settings) else None
+        method, spec = cell.entry.method, reference.spec
+        example, coverage = reference.example, reference.coverage
+        found = planner(reference.network, example, coverage, settings, method, spec, data, free=free)
+        _last.clear()
+        _last[key] = found
+    return _last[key]
+
+
+def _seeds(cell: Cell) -> dict[str, Any]:
+    """The recipe's number of random starts, and the repeat's seed, for methods that search."""
+    if isinstance(get_method(cell.entry.method).settings, Filters):
+        return {}
+    return {"starts": cell.network.training.starts, "seed": cell.seed}
+
+
+@contextmanager
+def _timed() -> Iterator[list[float]]:
+    spent: list[float] = []
+    start = time.perf_counter()
+    yield spent
+    spent.append(time.perf_counter() - start)

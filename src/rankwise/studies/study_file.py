@@ -1,0 +1,186 @@
+"""Study files: TOML with strict keys → `Study`. docs/studies.md explains every key."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rankwise.core import files
+from rankwise.errors import RankwiseError
+from rankwise.methods import settings_for
+from rankwise.models.spec import parse
+from rankwise.planning.budget import Budget
+from rankwise.studies.study import MODES, Entry, Network, Study
+from rankwise.training.recipes import change, get_recipe
+
+_STUDY = [
+    "title",
+    "paper",
+    "mode",
+    "unit",
+    "repeats",
+    "seed",
+    "calibrate",
+    "split",
+    "keeps",
+    "retrain",
+    "methods",
+    "network",
+]
+_NETWORK = ["model", "data", "weights", "recipe", "set", "exclude", "size", "limit", "keeps", "cpus", "gpus"]
+_KEEPS = ["alpha", "first", "last", "count"]
+
+
+def read_study(path: str | Path) -> Study:
+    """A study from a TOML file; its name is the file's."""
+    path = Path(path)
+    try:
+        data = tomllib.loads(files.read(path).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+        raise RankwiseError(f"{path} is not readable TOML ({err})") from None
+    return make_study(data, path.stem, str(path))
+
+
+def make_study(data: dict[str, Any], name: str, where: str) -> Study:
+    files.strict(data, [*_STUDY, "network"], where)
+    mode = data.get("mode", "oneshot")
+    if mode not in MODES:
+        raise RankwiseError(f"{where} has the mode {mode!r}: possible are {', '.join(MODES)}")
+    unit = data.get("unit", "params")
+    units = tuple(Budget.__dataclass_fields__)
+    if unit not in units or (mode == "iterate" and unit != "params"):
+        known = "params" if mode == "iterate" else ", ".join(units)
+        raise RankwiseError(f"{where} has the unit {unit!r}: possible for {mode} are {known}")
+    keeps = _keeps(data["keeps"], where) if "keeps" in data else None
+    networks = files.field(data, "network", list, where)
+    study = Study(
+        name=name,
+        title=files.typed(data.get("title", name), str, f"'title' of {where}"),
+        mode=mode,
+        networks=tuple(_network(files.typed(n, dict, f"every network of {where}"), keeps, where) for n in networks),
+        entries=tuple(_entry(e, where) for e in files.field(data, "methods", list, where)),
+        retrain=_shares(data.get("retrain", [0]), mode, where),
+        paper=_words(data.get("paper", []), f"'paper' of {where}"),
+        unit=unit,
+        repeats=_count(data, "repeats", 1, where),
+        seed=_count(data, "seed", 0, where, least=0),
+        calibrate=_count(data, "calibrate", 256, where),
+        split=files.typed(data.get("split", "test"), str, f"'split' of {where}"),
+    )
+    _check(study, where)
+    return study
+
+
+def _check(study: Study, where: str) -> None:
+    for what, found in (("network", study.networks), ("methods", study.entries)):
+        if not found:
+            raise RankwiseError(f"{where} has no {what}: name at least one")
+    labels = [entry.label for entry in study.entries]
+    twice = [label for label in labels if labels.count(label) > 1]
+    if twice:
+        raise RankwiseError(f"{where} has two methods called {twice[0]!r}: give one of them a label of its own")
+    if study.mode == "iterate":
+        for network in study.networks:
+            if network.alpha is None:
+                raise RankwiseError(f"{where} iterates, so its keeps are αⁱ: give keeps = {{alpha = 0.8, count = 5}}")
+    names = [cell.name for cell in study.cells()]
+    if len(set(names)) < len(names):
+        raise RankwiseError(f"{where} asks for the same cell twice: name every network, keep and share once")
+
+
+def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None] | None, where: str) -> Network:
+    files.strict(data, _NETWORK, f"a network of {where}")
+    model = files.field(data, "model", str, f"a network of {where}")
+    if parse(model).kind == "folder":
+        raise RankwiseError(
+            f"{where} has the folder {model!r} as a network: name the network itself, and the folder's "
+            f"model.safetensors as its weights"
+        )
+    where = f"the network {model!r} of {where}"
+    own = _keeps(data["keeps"], where) if "keeps" in data else keeps
+    if own is None:
+        raise RankwiseError(f"{where} has no keeps: give a list such as [0.8, 0.5], here or for the whole study")
+    recipe = get_recipe(files.typed(data.get("recipe", "fast"), str, f"'recipe' of {where}"))
+    recipe = change(recipe, files.typed(data.get("set", {}), dict, f"'set' of {where}"))
+    weights = data.get("weights")
+    for key in ("size", "limit"):
+        _count(data, key, 1, where)
+    for key in ("cpus", "gpus"):
+        if not files.typed(data.get(key, 0), float, f"{key!r} of {where}") >= 0:
+            raise RankwiseError(f"{key} = {data[key]} of {where}: give a number from 0 on")
+    return Network(
+        model=model,
+        data=files.field(data, "data", str, where),
+        recipe=recipe.to_json(),
+        keeps=own[0],
+        weights=None if weights is None else files.typed(weights, str, f"'weights' of {where}"),
+        exclude=_words(data.get("exclude", []), f"'exclude' of {where}"),
+        size=data.get("size"),
+        limit=data.get("limit"),
+        cpus=data.get("cpus", 1),
+        gpus=data.get("gpus", 0),
+        alpha=own[1],
+    )
+
+
+def _keeps(value: Any, where: str) -> tuple[tuple[float, ...], float | None]:
+    """The keeps, and α where they are αⁱ. {first, last, count} is evenly spaced on a logarithmic scale."""
+    if isinstance(value, dict):
+        files.strict(value, _KEEPS, f"'keeps' of {where}")
+        count = _count(value, "count", 0, f"'keeps' of {where}")
+        if set(value) == {"alpha", "count"}:
+            alpha = float(files.field(value, "alpha", float, f"'keeps' of {where}"))
+            found, geometric = [alpha**i for i in range(1, count + 1)], alpha
+        elif set(value) == {"first", "last", "count"} and count > 1:
+            first, last = (float(files.field(value, k, float, f"'keeps' of {where}")) for k in ("first", "last"))
+            able = first > 0 and last > 0
+            found = [first * (last / first) ** (i / (count - 1)) for i in range(count)] if able else [first, last]
+            geometric = None
+        else:
+            raise RankwiseError(
+                f"'keeps' of {where} is a list, {{alpha = 0.8, count = 5}}, or {{first = 0.9, last = 0.1, count = 5}}"
+            )
+        found = [round(keep, 6) for keep in found]
+    else:
+        entries = files.typed(value, list, f"'keeps' of {where}")
+        found, geometric = [float(files.typed(v, float, f"every keep of {where}")) for v in entries], None
+    bad = [keep for keep in found if not 0 < keep <= 1]
+    if bad or not found:
+        given = f"{bad[0]:g} is among" if bad else "there are none in"
+        raise RankwiseError(f"{given} the keeps of {where}: a keep is above 0 and up to 1")
+    return tuple(found), geometric
+
+
+def _entry(value: Any, where: str) -> Entry:
+    if isinstance(value, str):
+        value = {"method": value}
+    value = dict(files.typed(value, dict, f"every method of {where}"))
+    method = files.typed(value.pop("method", ""), str, f"'method' of {where}")
+    label = files.typed(value.pop("label", method), str, f"'label' of {where}")
+    try:
+        settings_for(method, **value)
+    except RankwiseError as err:
+        raise RankwiseError(f"the method {label!r} of {where}: {err}") from None
+    return Entry(method, label, value)
+
+
+def _shares(value: Any, mode: str, where: str) -> tuple[float, ...]:
+    listed = value if isinstance(value, list) else [value]
+    found = tuple(float(files.typed(v, float, f"'retrain' of {where}")) for v in listed)
+    if not found or any(not 0 <= v <= 1 for v in found) or (mode == "iterate" and (len(found) > 1 or not found[0])):
+        rule = "one share above 0" if mode == "iterate" else "shares of the recipe's epochs from 0 to 1"
+        raise RankwiseError(f"retrain = {value} in {where}: give {rule}, such as [1.0]")
+    return found
+
+
+def _words(value: Any, where: str) -> tuple[str, ...]:
+    return tuple(files.typed(v, str, f"every entry of {where}") for v in files.typed(value, list, where))
+
+
+def _count(data: Mapping[str, Any], key: str, default: int, where: str, least: int = 1) -> int:
+    found: int = files.typed(data.get(key, max(default, least)), int, f"{key!r} of {where}")
+    if found < least:
+        raise RankwiseError(f"{key} = {found} in {where}: give a whole number from {least} on")
+    return found

@@ -1,0 +1,1 @@
+"""From a plan to a network and back: modules, coverage, replacement, folders."""

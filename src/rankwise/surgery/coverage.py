@@ -1,0 +1,165 @@
+"""Coverage: which modules of a network can be decomposed, and why the others are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
+
+from rankwise.core.layer import Coverage, Skipped
+from rankwise.errors import RankwiseError
+from rankwise.surgery.forward import observe
+from rankwise.surgery.modules import describe, kind_of, mark_of
+from rankwise.surgery.narrow import narrowed
+
+# Reasons that are no gap in coverage: there is nothing to decompose, or the user said so.
+OTHER_KIND = "not a linear or convolution layer"
+EXCLUDED = "excluded by name"
+COMPRESSED = "already compressed"
+# Reasons that concern pairs of layers, and not the removal of filters.
+DEPTHWISE = "depthwise: every filter sees one channel"
+HOOKS = "it has hooks, which a replacement would lose"
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def find_layers(model: nn.Module, example: Any = None, exclude: Iterable[str] | str = ()) -> Coverage:
+    """Every module with parameters: a `Layer` that can be decomposed, or `Skipped` with the reason.
+
+    `example` (a tensor, a tuple of arguments or a dict of keyword arguments) is only used to count
+    positions, in eval mode; the model is left exactly as it was. `exclude` holds names or patterns such
+    as "layer1.*".
+    """
+    if not isinstance(model, nn.Module):
+        raise RankwiseError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+    patterns = [exclude] if isinstance(exclude, str) else list(exclude or ())
+    if not all(isinstance(p, str) for p in patterns):
+        raise RankwiseError(f"exclude={exclude!r} was given: give names or patterns of layers, such as 'layer1.*'")
+    _check_patterns(model, patterns)
+    owners = _owners(model)
+    excluded = {m for n, m in model.named_modules(remove_duplicate=False) if _matches(n, patterns)}
+    layers: dict[str, nn.Module] = {}
+    skipped = []
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if mark_of(module) is not None:
+            inside = (*inside, name + "." if name else "")
+            skipped.append(Skipped(name, "pair", _numel(module.parameters()), COMPRESSED))
+        if name.startswith(inside) and inside:
+            continue
+        own = list(module.parameters(recurse=False))
+        if not own and not is_parametrized(module):
+            continue
+        reason = COMPRESSED if narrowed(module) is not None else _reason(model, name, module, owners, excluded)
+        if reason is None:
+            layers[name] = module
+        elif mark_of(module) is None:
+            skipped.append(Skipped(name, type(module).__name__, _numel(own), reason))
+    observed = None if example is None else observe(model, example, layers)
+    found = []
+    for name, module in layers.items():
+        reason = observed.unfit.get(name) if observed else None
+        if reason:
+            skipped.append(Skipped(name, type(module).__name__, _numel(module.parameters()), reason))
+        else:
+            calls = observed.calls[name] if observed else None
+            found.append(replace(describe(module, name), calls=calls, aliases=_other_names(model, module, name)))
+    macs = observed.macs if observed else None
+    return Coverage(tuple(found), tuple(skipped), _numel(model.parameters()), macs)
+
+
+def _numel(parameters: Iterable[Tensor]) -> int:
+    # A parameter that has no size yet counts as nothing.
+    return sum(p.numel() for p in parameters if not isinstance(p, UninitializedParameter))
+
+
+def _check_patterns(model: nn.Module, patterns: list[str]) -> None:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for pattern in patterns:
+        if not any(_matches(name, [pattern]) for name in names):
+            some = ", ".join(n for n in names[1:5]) or "none"
+            raise RankwiseError(f"the pattern {pattern!r} to exclude matches no module: names here are like {some}")
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, p) or name.startswith(p + ".") for p in patterns)
+
+
+def _owners(model: nn.Module) -> dict[int, set[str]]:
+    """For every place in memory that holds a parameter: the modules (by first name) that use it."""
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, UninitializedParameter) and parameter.numel():
+                owners.setdefault(_place(parameter), set()).add(name)
+    return owners
+
+
+def tied_to(model: nn.Module, name: str) -> str | None:
+    """Another module that holds one of this module's own parameters, or None."""
+    owners = _owners(model)
+    own = [p for p in model.get_submodule(name).parameters(recurse=False) if p.numel()]
+    return next((other for p in own for other in sorted(owners[_place(p)] - {name})), None)
+
+
+def _place(parameter: Tensor) -> int:
+    return (parameter.layout is torch.strided and parameter.data_ptr()) or id(parameter)
+
+
+def _parent(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _reason(
+    model: nn.Module, name: str, module: nn.Module, owners: dict[int, set[str]], excluded: set[nn.Module]
+) -> str | None:
+    """Why a module is left alone; None if it can be decomposed."""
+    if isinstance(module, nn.MultiheadAttention):
+        return "it keeps its projections in one tensor of its own"
+    if module in excluded:
+        return EXCLUDED
+    kind = kind_of(module)
+    if kind is None:
+        base = next((c.__name__ for c in type(module).__mro__[1:] if kind_of_class(c)), None)
+        return f"{type(module).__name__} changes how {base} works" if base else OTHER_KIND
+    if name == "":
+        return "the model is this single layer: wrap it in nn.Sequential to decompose it"
+    weight = module._parameters.get("weight")
+    if is_parametrized(module) or weight is None:
+        return "its weight is parametrised (weight norm, spectral norm or the like)"
+    if isinstance(weight, UninitializedParameter) or weight.is_meta:
+        return "its weight has no values yet"
+    if weight.dtype not in DTYPES or type(weight) is not nn.Parameter or weight.layout is not torch.strided:
+        return f"its weight is stored as {type(weight).__name__} of {weight.dtype} ({weight.layout})"
+    if not weight.numel():
+        return "it has no weights"
+    for what, own in module._parameters.items():
+        tied = sorted(owners[_place(own)] - {name}) if own is not None else []
+        if tied:
+            return f"its {what} is tied to {tied[0] or 'the model itself'}"
+    if not module._parameters.keys() <= {"weight", "bias"} or module._buffers or module._modules:
+        return "it holds more than a weight and a bias"
+    if "forward" in vars(module):
+        return "its forward was replaced on this very module"
+    if isinstance(_parent(model, name), nn.MultiheadAttention):
+        return "nn.MultiheadAttention reads its weight without calling it"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, h) for h in hooks):
+        return HOOKS
+    layer = describe(module, name)
+    if layer.groups > 1 and layer.group_channels == 1:
+        return DEPTHWISE
+    return None
+
+
+def kind_of_class(cls: type) -> bool:
+    return cls in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d) or cls.__name__.startswith("ConvTranspose")
+
+
+def _other_names(model: nn.Module, module: nn.Module, name: str) -> tuple[str, ...]:
+    return tuple(n for n, m in model.named_modules(remove_duplicate=False) if m is module and n != name)

@@ -1,0 +1,177 @@
+"""Forward passes that leave no trace: run an example, count what the layers do, put everything back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import FlopCounterMode
+
+from rankwise.core.layer import LINEAR_KINDS, Call
+from rankwise.errors import RankwiseError
+from rankwise.surgery.modules import kind_of
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run the model in eval mode without gradients; restore modes, buffers and random states after."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(module, dict(module._buffers)) for module in modes]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.backends.mha.set_fastpath_enabled(False)  # it would bypass the modules
+            model.eval()
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for module, mode in modes.items():
+            module.training = mode
+        for module, had in buffers:
+            module._buffers.clear()
+            module._buffers.update(had)
+        for buffer, value in values:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+def run_example(model: nn.Module, example: Any) -> Any:
+    """model(example) for a tensor, a tuple or list of arguments, or a dict of keyword arguments."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def ready(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
+
+    try:
+        if isinstance(example, Mapping):
+            return model(**{k: ready(v) for k, v in example.items()})
+        args = example if isinstance(example, tuple | list) else (example,)
+        return model(*map(ready, args))
+    except RankwiseError:
+        raise
+    except Exception as err:
+        first_line = (str(err).splitlines() or [""])[0]
+        raise RankwiseError(
+            f"the model could not run on an input of {_sizes(example)} "
+            f"({type(err).__name__}: {first_line}): give an input that fits the model"
+        ) from err
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """Every tensor in what a network gives: itself, or inside tuples, lists and dicts."""
+    if isinstance(output, Tensor):
+        return [output]
+    items = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return [t for item in items for t in tensors_of(item)]
+
+
+def _sizes(example: Any) -> str:
+    if isinstance(example, Tensor):
+        return "x".join(map(str, example.shape))
+    if isinstance(example, Mapping):
+        return ", ".join(f"{k} {_sizes(v)}" for k, v in example.items())
+    if isinstance(example, tuple | list):
+        return ", ".join(map(_sizes, example))
+    return type(example).__name__
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One forward pass: the calls of every layer, all macs by torch's counter, and layers a pair would break."""
+
+    calls: dict[str, tuple[Call, ...]]
+    macs: int
+    unfit: dict[str, str]
+
+
+def observe(model: nn.Module, example: Any, layers: dict[str, nn.Module]) -> Observed:
+    """Run the example once and watch the layers."""
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        raise RankwiseError("the model has lazy layers without a size yet: run it once on an input before")
+    watches = {name: _Watch(module) for name, module in layers.items()}
+    counter = FlopCounterMode(display=False)
+    try:
+        with undisturbed(model):
+            for watch in watches.values():
+                watch.start()
+            with counter:
+                run_example(model, example)
+    finally:
+        for watch in watches.values():
+            watch.stop()
+    calls = {name: _merge(watch.calls) for name, watch in watches.items()}
+    unfit = {name: watch.unfit for name, watch in watches.items() if watch.unfit}
+    return Observed(calls, counter.get_total_flops() // 2, unfit)
+
+
+class _Watch:
+    """Looks at one layer while an example runs: its calls, and uses that a pair of layers could not serve."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.cls = module, type(module)
+        self.dims = 0 if kind_of(module) in LINEAR_KINDS else len(module.kernel_size)  # type: ignore[arg-type]
+        self.calls: list[Call] = []
+        self.unfit = ""
+        self.running = 0
+        self.handles: list[Any] = []
+
+    def start(self) -> None:
+        watch = self
+
+        class Watched(self.cls):  # type: ignore[misc,name-defined]
+            def __getattr__(self, name: str) -> Any:
+                if name in ("weight", "bias") and not watch.running:
+                    watch.unfit = f"the network reads its {name} itself instead of only calling it"
+                return super().__getattr__(name)
+
+        self.handles = [
+            self.module.register_forward_pre_hook(self._before),
+            self.module.register_forward_hook(self._after, with_kwargs=True),
+        ]
+        self.module.__class__ = Watched
+
+    def stop(self) -> None:
+        self.module.__class__ = self.cls
+        for handle in self.handles:
+            handle.remove()
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self.running += 1
+
+    def _after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        self.running -= 1
+        if len(args) + len(kwargs) > 1:
+            self.unfit = "it is called with more than its input"
+        given = args[0] if args else next(iter(kwargs.values()))
+        before, after = (tuple(t.shape[t.ndim - self.dims :]) for t in (given, output))
+        rows = output.shape[: output.ndim - self.dims - 1]
+        self.calls.append(Call(before, after, int(torch.Size(rows).numel())))
+
+
+def _merge(calls: list[Call]) -> tuple[Call, ...]:
+    """Equal sizes together, in order of appearance."""
+    counts: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for call in calls:
+        counts[call.inputs, call.outputs] = counts.get((call.inputs, call.outputs), 0) + call.count
+    return tuple(Call(i, o, n) for (i, o), n in counts.items())
+
+
+def side_of(example: Any) -> int | None:
+    """The side of square images; None lets the data decide."""
+    shape = example.shape if isinstance(example, Tensor) and example.dim() == 4 else (0, 1)
+    return int(shape[-1]) if shape[-1] == shape[-2] else None

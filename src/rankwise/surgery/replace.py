@@ -1,0 +1,161 @@
+"""Surgery: replay a plan on a model, and turn the result back. Nothing is decided here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from rankwise.core.layer import Layer
+from rankwise.core.option import FITTED
+from rankwise.decompositions.slices import check_finite
+from rankwise.errors import RankwiseError
+from rankwise.planning.plan import Choice, Plan
+from rankwise.surgery.coverage import find_layers
+from rankwise.surgery.modules import describe, kind_of, mark_of
+from rankwise.surgery.narrow import check_entry, narrow_, narrowed, widen_
+from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair
+
+Swap = dict[nn.Module, nn.Module]
+
+
+def need_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise RankwiseError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A deep copy, also where a module keeps a tensor it has computed (old weight norm), which deepcopy refuses."""
+    need_module(model)
+    kept = (value for module in model.modules() for value in vars(module).values())
+    computed = {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and t.grad_fn is not None}
+    return copy.deepcopy(model, computed)
+
+
+def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None = None) -> nn.Module:
+    """A copy of the model with every chosen layer replaced by its pair.
+
+    `moments`, by layer, are what `probe.output_moments` gives; choices of the decomposition `pca` need them.
+    """
+    small = copy_model(model)
+    apply_plan_(small, plan, moments)
+    return small
+
+
+def apply_plan_(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None = None) -> None:
+    """Replace every chosen layer by its pair, in place. Checked first: a plan that does not fit changes nothing."""
+    replace_layers_(model, plan, fill=True, moments=moments)
+
+
+def replace_layers_(
+    model: nn.Module,
+    plan: Plan,
+    fill: bool,
+    moments: Mapping[str, Any] | None = None,
+    later: Collection[str] = (),
+) -> None:
+    """Put the pairs of a plan into a model and narrow what it prunes.
+
+    Without `fill` the weights of pairs are left for a file to set. `later` names choices that somebody fits to data
+    afterwards; until then they come from the weights alone.
+    """
+    layers = match_layers(model, plan)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for entry in plan.pruned:
+        check_entry(modules.get(entry.name), entry)
+    if fill:
+        for choice, _ in layers:
+            unseen = choice.decomposition == "pca" and choice.name not in (moments or {})
+            if unseen or (choice.decomposition in FITTED and choice.name not in later):
+                raise RankwiseError(
+                    f"layer {choice.name!r} of the plan is decomposed by what flows through it, which needs "
+                    f"calibration data: use compress(..., data=...){', or give moments=' if unseen else ''}"
+                )
+            check_finite(cast(Tensor, model.get_submodule(choice.name).weight), choice.name)
+    swap: Swap = {}
+    for choice, layer in layers:
+        old = model.get_submodule(choice.name)
+        pair = build_pair(layer, choice.option, choice.rank, old)
+        if fill:
+            fill_pair_(pair, layer, choice.option, choice.rank, old, (moments or {}).get(choice.name))
+        swap[old] = pair
+    swap_modules_(model, swap)
+    for entry in plan.pruned:
+        narrow_(modules[entry.name], entry)
+
+
+def match_layers(model: nn.Module, plan: Plan) -> list[tuple[Choice, Layer]]:
+    """The model's layer for every choice of the plan, or one sentence on what does not fit."""
+    need_module(model)
+    if not isinstance(plan, Plan):
+        raise RankwiseError(f"a Plan is needed, and {type(plan).__name__} was given: see rankwise.allocate")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    able: dict[str, Layer] | None = None
+    found = []
+    for choice in plan.choices:
+        module = modules.get(choice.name)
+        if module is None:
+            raise RankwiseError(
+                f"the plan was made for another model: it names layer {choice.name!r}, which this one does not have"
+            )
+        if mark_of(module) is not None:
+            raise RankwiseError(
+                f"layer {choice.name!r} is already compressed: apply the plan to the original, or densify this one"
+            )
+        if kind_of(module) is None:
+            raise RankwiseError(
+                f"the plan was made for another model: layer {choice.name!r} is {type(module).__name__} here, "
+                f"and {choice.kind!r} in the plan"
+            )
+        choice.check(describe(module, choice.name))
+        if able is None:
+            able = {layer.name: layer for layer in find_layers(model).layers}
+        if choice.name not in able:
+            reason = {s.name: s.reason for s in find_layers(model).skipped}.get(choice.name, "it has another name too")
+            raise RankwiseError(f"layer {choice.name!r} of the plan cannot be replaced: {reason}")
+        found.append((choice, able[choice.name]))
+    return found
+
+
+def swap_modules_(model: nn.Module, swap: Swap) -> None:
+    """Replace modules wherever they occur, so that what was shared stays shared."""
+    new = set(swap.values())
+    for parent in model.modules():
+        if parent in new:
+            continue
+        for name, child in parent._modules.items():
+            if child is not None and child in swap:
+                parent._modules[name] = swap[child]
+                if isinstance(parent, nn.TransformerEncoderLayer):
+                    # Its fast path reads linear1.weight and linear2.weight instead of calling the modules.
+                    parent.activation_relu_or_gelu = 0
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and not new.isdisjoint(module.modules()):
+            module.use_nested_tensor = False  # only the fast path of a layer takes those
+
+
+def densify(model: nn.Module) -> nn.Module:
+    """A copy of the model with every pair multiplied out and zeros where filters were removed.
+
+    It has the original shapes and the same outputs.
+    """
+    dense = copy_model(model)
+    densify_(dense)
+    return dense
+
+
+def densify_(model: nn.Module) -> None:
+    """Multiply every pair out and fill up what was narrowed with zeros, in place."""
+    if mark_of(model) is not None:
+        raise RankwiseError("the model is itself a compressed layer: densify the network that holds it")
+    swap_modules_(model, _merged(model, merge_pair))
+    for module in model.modules():
+        if narrowed(module) is not None:
+            widen_(module)
+
+
+def _merged(model: nn.Module, merge: Callable[[nn.Sequential], nn.Module]) -> Swap:
+    pairs = [m for m in model.modules() if isinstance(m, nn.Sequential) and mark_of(m) is not None]
+    return {pair: merge(pair) for pair in pairs}

@@ -1,0 +1,1 @@
+"""Measured time: clocks, the cost model of a machine, budgets in latency."""

@@ -1,0 +1,88 @@
+"""Measured times on disk, by machine, torch and number of threads: what was timed once need not be timed again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankwise.core import files
+from rankwise.errors import RankwiseError
+from rankwise.planning.times import LAYOUTS
+
+FORMAT = 2
+
+
+class Store:
+    """Measurements by key, in one JSON file; what cannot be read there is measured again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[str, dict[str, Any]] = {}
+        try:
+            data = files.parse(files.read(path), str(path))
+            if data.get("format") == FORMAT and isinstance(data.get("cells"), dict):
+                self.known = {k: v for k, v in data["cells"].items() if _sound(v)}
+        except RankwiseError:
+            pass
+
+    def save(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"format": FORMAT, "machine": machine(), "cells": self.known}, indent=1)
+            files.write_whole(self.path, text.encode())
+        except (OSError, RankwiseError):
+            pass  # a cache that cannot be written costs time, nothing else
+
+
+def _sound(value: Any) -> bool:
+    """What `stopwatch._measure` gives."""
+    if not isinstance(value, dict) or set(value) != {"whole", "layout", "beside", "layers", "pairs"}:
+        return False
+    layers, pairs = value["layers"], value["pairs"]
+    if not isinstance(layers, dict) or not isinstance(pairs, dict) or not set(pairs) <= set(layers):
+        return False
+    if value["layout"] not in (None, *LAYOUTS) or not all(isinstance(options, dict) for options in pairs.values()):
+        return False
+    samples = [(option, rows) for options in pairs.values() for option, rows in options.items()]
+    return all(map(_positive, (value["whole"], value["beside"], *layers.values()))) and all(
+        option.rpartition("/")[2].isdigit() and isinstance(rows, list) and rows and all(map(_sample, rows))
+        for option, rows in samples
+    )
+
+
+def _sample(row: Any) -> bool:
+    return isinstance(row, list) and len(row) == 2 and type(row[0]) is int and row[0] > 0 and _positive(row[1])
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def place(cache: str | Path | None, threads: int) -> Path:
+    default = os.environ.get("RANKWISE_CACHE") or Path.home() / ".cache" / "rankwise"
+    name = hashlib.sha256(f"{machine()}|{threads}".encode()).hexdigest()[:16]
+    return Path(cache or default) / f"times-{name}.json"
+
+
+def machine() -> str:
+    """The processor, how many cores of it, and torch: what measured times depend on."""
+    model = ""
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    parts = (
+        model or platform.processor(),
+        str(os.cpu_count()),
+        device,
+        isa,
+        f"torch {torch.__version__}",
+    )
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,71 @@
+"""From predicted to measured time: a planned network is timed, and planned again until it is fast enough.
+
+A search takes what was timed fastest, so it also takes what was timed too fast by chance: predictions of plans for a
+latency lean to the optimistic side, and only the network itself can say by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from rankwise.errors import RankwiseError
+from rankwise.planning.budget import Budget
+from rankwise.planning.plan import Plan
+from rankwise.surgery.fuse import find_norms, fuse_norms
+from rankwise.surgery.layout import lay_out_
+from rankwise.surgery.replace import copy_model, replace_layers_
+from rankwise.timing.clock import Timing, time_networks
+
+ROUNDS = 5
+AIM = 0.97  # of the budget: measured once more, a network is a little faster or slower
+CLOSE = (0.92, 0.99)  # of the budget: near enough
+SECONDS = 3.0  # of runs in turns at least, so that a median means something
+
+
+def settle(
+    budget: Budget, make: Callable[[Budget], Plan], model: nn.Module, example: Any, timing: Timing, fuse: bool = False
+) -> Plan:
+    """A plan whose network, timed in turns with the model, keeps the budget in latency and leaves little of it unused.
+
+    Predictions are off by a few percent either way, so the plan is made again with less if it is too slow, and with
+    more if it is faster than need be. If none is fast enough it is the fastest. `plan.search["latency"]` has the
+    fraction that was `measured`, and what was asked for, predicted and measured in all `rounds`.
+    """
+    assert budget.latency is not None, "there is a latency to keep"
+    asked, found = budget.latency, list[tuple[float, float, Plan]]()
+    for _ in range(ROUNDS):
+        try:
+            plan = make(replace(budget, latency=asked))
+        except RankwiseError:
+            if not found:
+                raise
+            break  # nothing is faster by prediction
+        if any(plan.layers == other.layers for *_, other in found):
+            break
+        dense, small = time_networks([model, shaped(model, plan, example, fuse)], example, timing, SECONDS)
+        measured = small.median / dense.median
+        found.append((asked, measured, plan))
+        if CLOSE[0] <= measured / budget.latency <= CLOSE[1] or (measured <= budget.latency and not plan.choices):
+            break
+        asked = min(1.0, asked * AIM * budget.latency / measured)
+    kept = [one for one in found if one[1] <= budget.latency]
+    _, measured, plan = max(kept, key=lambda one: one[0]) if kept else min(found, key=lambda one: one[1])
+    rounds = [[a, p.keep("latency"), m] for a, m, p in found]
+    latency = {**plan.search.get("latency", {}), "measured": measured, "rounds": rounds}
+    return replace(plan, budget=budget, search={**plan.search, "latency": latency})
+
+
+def shaped(model: nn.Module, plan: Plan, example: Any, fuse: bool) -> nn.Module:
+    """A network of the plan's shapes, to be timed; its weights are numbers that mean nothing."""
+    small = copy_model(model)
+    replace_layers_(small, plan, fill=False)
+    for choice in plan.choices:
+        for tensor in small.get_submodule(choice.name).parameters():
+            tensor.data.normal_(std=0.02)
+    small = fuse_norms(small, find_norms(small, example)) if fuse else small
+    lay_out_(small, plan.layout)
+    return small

@@ -1,0 +1,1 @@
+"""Recipes, the loop, evaluation, and the steps train, retrain and iterate."""

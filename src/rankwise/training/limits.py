@@ -1,0 +1,84 @@
+"""The smallest network within a limit on what it loses, by bisection over budgets.
+
+A smaller network is taken to lose more. Every size that is tried is built and scored once, and only a network that was
+scored is ever given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rankwise.errors import BudgetError, RankwiseError
+from rankwise.planning.budget import Budget
+from rankwise.planning.plan import Plan
+
+STEP = 0.01  # sizes closer than this are not told apart
+ROUNDS = 7  # at most: 2⁻⁷ < STEP
+
+Make = Callable[[Budget], tuple[nn.Module, Plan]]
+Tell = Callable[["Trial"], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A size that was tried: what was asked, what was reached, and what it lost; None where no plan is that small."""
+
+    asked: float
+    keep: float | None
+    drop: float | None
+    within: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {"asked": self.asked, "keep": self.keep, "drop": self.drop, "within": self.within}
+
+
+def smallest(
+    make: Make,
+    score: Callable[[nn.Module], float],
+    whole: float,
+    limit: float,
+    unit: str = "params",
+    tell: Tell | None = None,
+) -> tuple[nn.Module, Plan, list[Trial]]:
+    """The network that `make` builds for the least budget in `unit` that scores at most `limit` points below `whole`.
+
+    Gives the network, its plan, and all that was tried.
+    """
+    if unit not in Budget.__dataclass_fields__:
+        raise RankwiseError(f"--unit {unit} was given: possible are {', '.join(Budget.__dataclass_fields__)}")
+    if not 0 <= limit < 100:
+        raise RankwiseError(f"--max-drop {limit:g} was given: give points of accuracy, from 0 to below 100")
+    best: tuple[nn.Module, Plan] | None = None
+    trials: list[Trial] = []
+    low, high = 0.0, 1.0
+    while high - low > STEP:
+        asked = round((low + high) / 2, 4)
+        try:
+            small, plan = make(Budget(**{unit: asked}))
+        except BudgetError:
+            trial = Trial(asked, None, None, within=False)
+        else:
+            drop = whole - score(small)
+            trial = Trial(asked, plan.keep(unit), drop, within=drop <= limit)
+        if trial.within:
+            best, high = (small, plan), min(asked, trial.keep or asked)
+        else:
+            low = asked
+        trials.append(trial)
+        if tell:
+            tell(trial)
+    if best is None:
+        seen = [t for t in trials if t.drop is not None]
+        least = (
+            f"the largest that was tried keeps {seen[-1].keep:.3f} and loses {seen[-1].drop:.2f}"
+            if seen
+            else "none fits"
+        )
+        raise RankwiseError(
+            f"no smaller network loses at most {limit:g} points: {least}; allow a larger drop, or retrain afterwards"
+        )
+    return *best, trials

@@ -1,0 +1,346 @@
+"""Train, compress, retrain, repeat: each step a folder that `rankwise evaluate` and `compress` can open.
+
+    train      OUT/model.safetensors, whose header names the network, and OUT/row.json
+    retrain    OUT/plan.json, OUT/model.safetensors and OUT/row.json
+    iterate    OUT/train (where the network had no weights), OUT/round-1, OUT/round-2 …, each as above;
+               by learning–compression OUT/lc in place of all rounds but the last
+
+While a folder is being worked on it holds state.safetensors; row.json is written last, so it says that all is there.
+With several processes the first one plans and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as to_safetensors
+from torch import nn
+
+from rankwise.compression import compress
+from rankwise.core import files
+from rankwise.errors import RankwiseError
+from rankwise.methods import get_method, settings_for
+from rankwise.models import networks
+from rankwise.models.spec import parse
+from rankwise.planning.plan import Plan
+from rankwise.planning.planner import Settings
+from rankwise.surgery import checkpoint
+from rankwise.surgery.coverage import find_layers
+from rankwise.surgery.modules import mark_of
+from rankwise.surgery.replace import copy_model, densify, replace_layers_
+from rankwise.training import penalties
+from rankwise.training import resume as states
+from rankwise.training.dataset import Material, open_material
+from rankwise.training.evaluate import evaluate
+from rankwise.training.loop import Hooks, Job, Penalty, Watch, retraining, train_, training
+from rankwise.training.processes import Engine, make_engine
+from rankwise.training.recipes import Recipe
+from rankwise.training.results import provenance, write_row
+from rankwise.training.resume import State
+
+ROW = "row.json"
+LOOPS = ("rounds", "lc")
+_WHOLE = {"keep": {"params": 1.0, "macs": 1.0}, "CR-P": 0.0, "CR-F": 0.0}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all steps share. `split` is scored once, at the end; `limit` trains on so many images only.
+
+    `teacher` holds the weights of the network before it was compressed, a file or a folder, for retraining (`teach`).
+    """
+
+    data: str
+    recipe: Recipe
+    out: Path
+    seed: int = 0
+    resume: bool = False
+    split: str = "test"
+    limit: int | None = None
+    size: int | None = None
+    watch: Watch | None = None
+    teacher: Path | None = None
+
+
+def train(spec: str, run: Run, weights: Path | None = None, target: penalties.Target | None = None) -> dict[str, Any]:
+    """Train the network `spec` from random weights, or from those in a file or a folder; returns the row.
+
+    With a `target`, by learning–compression: the network ends near one of that size.
+    """
+    engine = make_engine(run.recipe.precision)
+    done = _claim(run, engine)
+    if done is not None:
+        return done
+    material = open_material(run.data, networks.architecture(spec), run.recipe.augment, run.size, run.limit)
+    run = replace(run, recipe=replace(run.recipe, augment=material.augment))
+    spec = networks.fit_spec(spec, *material.form)
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(run.seed)
+        model = networks.build(spec)
+    if weights is not None:
+        networks.load_weights_(model, weights)
+    if any(mark_of(module) is not None for module in model.modules()):
+        raise RankwiseError(f"{spec} is compressed: use `rankwise retrain`")
+    name = networks.architecture(spec)
+    job = training(run.recipe, run.seed)
+    what: dict[str, Any] = {"kind": "train", "model": name, "weights": None if weights is None else str(weights)}
+    pulled = None
+    if target is not None:
+        what |= {"kind": "lc", "method": target.method, "target": target.params}
+        pulled = penalties.pull(model, target, run.recipe, engine)
+    state = _work(model, None, job, what, run, engine, material, pulled)
+    if engine.writes:
+        header = {"rankwise": json.dumps({"network": name})}
+        files.write_whole(run.out / networks.WEIGHTS, to_safetensors(states.model_tensors(model), metadata=header))
+    return _finish(model, what, _WHOLE, state, run, engine, material)
+
+
+def retrain(folder: Path, run: Run, base: str | None = None) -> dict[str, Any]:
+    """Retrain a compressed folder by the last epochs of the recipe; returns the row."""
+    engine = make_engine(run.recipe.precision)
+    done = _claim(run, engine)
+    if done is not None:
+        return done
+    plan = checkpoint.read_plan(folder)
+    small = networks.build(str(folder), base=base)
+    name = base or networks.architecture(str(folder))
+    material = open_material(run.data, name, run.recipe.augment, run.size, run.limit)
+    run = replace(run, recipe=replace(run.recipe, augment=material.augment))
+    teacher = None if run.teacher is None else _teacher(run.teacher, name, engine)
+    return _retrain(small, plan, None, run, engine, material, teacher)
+
+
+def _teacher(weights: Path, spec: str, engine: Engine) -> nn.Module:
+    """The original network, with its weights from a file or from a folder that `train` wrote."""
+    teacher = networks.build(spec)
+    networks.load_weights_(teacher, weights / networks.WEIGHTS if weights.is_dir() else weights)
+    return teacher.to(engine.device).eval()
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Iterative compression: keep αⁱ of the parameters after round i = 1 … count, by one method and changes to it."""
+
+    count: int = 3
+    method: str = "auto"
+    exclude: tuple[str, ...] = ()
+    calibrate: int = 256
+    loop: str = "rounds"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.loop not in LOOPS:
+            raise RankwiseError(f"--loop {self.loop} was given: possible are {', '.join(LOOPS)}")
+        if self.count < 1:
+            raise RankwiseError(f"{self.count} rounds were asked for: ask for 1 or more")
+        settings_for(self.method, **self.changes)
+
+
+def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) -> list[dict[str, Any]]:
+    """Train if there are no weights yet, then compress, retrain and project back in each round; returns the rows.
+
+    Every round compresses the network of the round before after its pairs were multiplied out, so that no pair is
+    decomposed again, and its budget is a fraction αⁱ of the network at the start. With the loop `lc` one training by
+    learning–compression takes the place of all rounds but the last.
+    """
+    rows = []
+    if weights is None and parse(spec).kind != "folder":
+        rows.append(train(spec, replace(run, out=run.out / "train")))
+        spec = str(run.out / "train")
+    engine = make_engine(run.recipe.precision)
+    material = open_material(run.data, networks.architecture(spec), run.recipe.augment, run.size, run.limit)
+    run = replace(run, recipe=replace(run.recipe, augment=material.augment))
+    spec = networks.fit_spec(spec, *material.form)
+    name = networks.architecture(spec)
+    model = networks.build(spec)
+    if weights is not None:
+        networks.load_weights_(model, weights)
+    whole = find_layers(model, torch.zeros(1, *material.shape))
+    reference = evaluate(model, material.split(run.split), share=(engine.rank, engine.world)).to_json()
+    if rounds.loop == "lc":
+        target = penalties.Target(int(run.recipe.alpha**rounds.count * whole.params), rounds.method, rounds.exclude)
+        rows.append(train(spec, replace(run, out=run.out / "lc"), weights, target))
+        model = networks.build(str(run.out / "lc"))
+    for i in range(rounds.count if rounds.loop == "lc" else 1, rounds.count + 1):
+        this = replace(run, out=run.out / f"round-{i}")
+        row = _claim(this, engine)
+        if row is None:
+            keep = run.recipe.alpha**i
+            small, plan = _compressed(model, name, int(keep * whole.params), rounds, this, engine, material)
+            about = {"round": i, "asked": keep, "reference": reference, **_cuts(plan, whole.params, whole.macs)}
+            row = _retrain(small, plan, about, this, engine, material)
+        rows.append(row)
+        engine.wait()
+        model = densify(checkpoint.load(this.out, model))
+    return rows
+
+
+def _cuts(plan: Plan, params: int, macs: int | None) -> dict[str, Any]:
+    """What a plan leaves of a network that had so many parameters and multiply-adds."""
+    keep = plan.after.params / params
+    moves = plan.after.macs / macs if macs and plan.after.macs is not None else None
+    return {
+        "keep": {"params": keep, "macs": moves},
+        "CR-P": 100 * (1 - keep),
+        "CR-F": None if moves is None else 100 * (1 - moves),
+    }
+
+
+def _compressed(
+    model: nn.Module, name: str, params: int, rounds: Rounds, run: Run, engine: Engine, material: Material
+) -> tuple[nn.Module, Plan]:
+    """The plan is made by the first process, or comes from the state of an interrupted round; all follow it."""
+    text, small = None, None
+    if engine.writes:
+        kept = states.read(run.out)
+        if kept is not None:
+            text = states.loads(kept, str(run.out / states.FILE)).notes.get("plan", "").encode()
+        else:
+            example = torch.zeros(1, *material.shape)
+            images = material.split("calibration").thin(rounds.calibrate)
+            searched = isinstance(get_method(rounds.method).settings, Settings)
+            settings: dict[str, Any] = {"starts": run.recipe.starts, "seed": run.seed} if searched else {}
+            settings |= rounds.changes
+            small, plan = compress(
+                model, example, rounds.method, keep=params, exclude=rounds.exclude, data=images, **settings
+            )
+            text = replace(plan, model=name).dumps().encode()
+    plan = Plan.loads(engine.from_first(text) or b"", f"the plan of {run.out}")
+    if small is None:
+        small = copy_model(model)
+        replace_layers_(small, plan, fill=False)  # the weights come from the first process, or from the state
+    return small, plan
+
+
+def _retrain(
+    small: nn.Module,
+    plan: Plan,
+    about: dict[str, Any] | None,
+    run: Run,
+    engine: Engine,
+    material: Material,
+    teacher: nn.Module | None = None,
+) -> dict[str, Any]:
+    job = retraining(run.recipe, run.seed)
+    what = {"kind": "retrain", "model": plan.model, "method": plan.method, "plan": checkpoint.plan_hash(plan)}
+    what |= {} if run.teacher is None else {"teacher": str(run.teacher)}
+    state = _work(small, plan, job, what, run, engine, material, teacher=teacher)
+    if engine.writes:
+        checkpoint.save(small, plan, run.out)
+    facts = {
+        "method": plan.method,
+        "asked": plan.budget.params or plan.budget.macs or plan.budget.latency,
+        "budget": plan.budget.to_json(),
+        **_cuts(plan, plan.before.params, plan.before.macs),
+        "params": plan.after.params,
+        "macs": plan.after.macs,
+        **(about or {}),
+    }
+    return _finish(small, what, facts, state, run, engine, material)
+
+
+def _claim(run: Run, engine: Engine) -> dict[str, Any] | None:
+    """The row of a folder that is finished already; a folder in use is refused unless it is to be resumed."""
+    content = None
+    if engine.writes:
+        path = run.out / ROW
+        try:
+            run.out.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise RankwiseError(f"the folder {run.out} cannot be made ({err.strerror}): give another --out") from None
+        if not run.resume and (path.exists() or (run.out / states.FILE).exists()):
+            unfinished = (run.out / states.FILE).exists()
+            what = "a training that was interrupted" if unfinished else "a finished training"
+            raise RankwiseError(f"{run.out} holds {what}: add --resume to go on with it, or give another --out")
+        content = files.read(path) if path.exists() else None
+    content = engine.from_first(content)
+    if content is None:
+        return None
+    row = files.parse(content, str(run.out / ROW))
+    return row if row.get("status") == "done" else None
+
+
+def _work(
+    model: nn.Module,
+    plan: Plan | None,
+    job: Job,
+    what: dict[str, Any],
+    run: Run,
+    engine: Engine,
+    material: Material,
+    penalty: Penalty | None = None,
+    teacher: nn.Module | None = None,
+) -> State:
+    """Train from where the folder's state stands, and keep the state there."""
+    identity = {**what, "data": run.data, "limit": run.limit, "seed": run.seed, "recipe": run.recipe.to_json()}
+    kept = engine.from_first(states.read(run.out) if engine.writes else None)
+    where = str(run.out / states.FILE)
+    if kept is None:
+        state = State(identity, job.first)
+        if plan is not None:
+            state.model = states.model_tensors(model)
+            if engine.world > 1:  # only the first process has filled the pairs
+                state = states.loads(engine.from_first(states.dumps(state)) or b"", where)
+                states.load_model_(model, state.model, where)
+            before = evaluate(model, material.split(run.split), share=(engine.rank, engine.world))
+            state.notes = {"plan": plan.dumps(), "compressed": before.to_json()}
+    else:
+        state = states.loads(kept, where)
+        states.check_job(state, identity, where)
+
+    def save(now: State) -> None:
+        if engine.writes:
+            states.write(run.out, now)
+
+    if kept is None and plan is not None:
+        save(state)  # the plan is made once, also when the first epoch is interrupted
+    watch = run.watch if engine.writes else None
+    hooks = Hooks(material.stop, watch, save, penalty, teacher, material.side, state)
+    try:
+        return train_(model, material.fit, job, engine, hooks)
+    except RankwiseError as err:
+        if engine.writes:
+            write_row(run.out / ROW, {"status": "failed", "error": str(err), **identity, "provenance": provenance()})
+        raise
+
+
+def _finish(
+    model: nn.Module,
+    what: dict[str, Any],
+    facts: dict[str, Any],
+    state: State,
+    run: Run,
+    engine: Engine,
+    material: Material,
+) -> dict[str, Any]:
+    """Score once, write the row last, and drop the state, which nobody needs any more."""
+    start = time.perf_counter()
+    score = evaluate(model, material.split(run.split), share=(engine.rank, engine.world)).to_json()
+    scores = {"compressed": state.notes["compressed"]} if "compressed" in state.notes else {}
+    row = {
+        "status": "done",
+        **what,
+        **facts,
+        "data": run.data,
+        "split": run.split,
+        "seed": run.seed,
+        **scores,
+        "retrained" if scores else "trained": score,
+        "best_epoch": state.best_epoch,
+        "history": state.history,
+        "seconds": {"train": state.seconds, "score": time.perf_counter() - start},
+        "processes": engine.world,
+        "recipe": run.recipe.to_json(),
+        "provenance": provenance(),
+    }
+    if engine.writes:
+        write_row(run.out / ROW, row)
+        (run.out / states.FILE).unlink(missing_ok=True)
+    engine.wait()
+    return row
