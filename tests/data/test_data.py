@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.data import images, splits
+from rankwise.data import images
+from rankwise.data import splits as data
 from rankwise.errors import RankwiseError
 
 datasets = pytest.importorskip("datasets")
@@ -53,7 +54,7 @@ def write_images(root: Path, pictures: dict[str, list[np.ndarray]]) -> None:
             Image.fromarray(pixels).save(root / name / f"{i:03}.png")
 
 
-def everything(split: splits.Split, **how: int) -> tuple[Tensor, Tensor]:
+def everything(split: data.Split, **how: int) -> tuple[Tensor, Tensor]:
     xs, ys = zip(*split.batches(3, **how), strict=True)
     return torch.cat(xs), torch.cat(ys)
 
@@ -72,7 +73,7 @@ def cifar_like(tmp_path: Path) -> str:
 class TestDigits:
     def test_splits_are_whole_disjoint_fixed_and_stratified(self) -> None:
         sklearn = pytest.importorskip("sklearn.datasets").load_digits()
-        splits = {name: splits.load("digits", name) for name in ("train", "val", "test")}
+        splits = {name: data.load("digits", name) for name in ("train", "val", "test")}
         rows = {name: {x.numpy().tobytes() for x in everything(s)[0]} for name, s in splits.items()}
         assert set.union(*rows.values()) == {x.astype("float32").tobytes() for x in sklearn.images / 16}
         assert sum(map(len, rows.values())) == len(set.union(*rows.values()))
@@ -80,16 +81,16 @@ class TestDigits:
         whole = np.bincount(sklearn.target)
         for name, share in (("train", 0.6), ("val", 0.2), ("test", 0.2)):
             assert np.abs(splits[name].labels.bincount().numpy() - share * whole).max() <= 2
-            assert torch.equal(splits[name].labels, splits.load("digits", name).labels)
+            assert torch.equal(splits[name].labels, data.load("digits", name).labels)
 
     def test_the_papers_splits_are_cut_from_train(self) -> None:
-        train = as_set(everything(splits.load("digits", "train"))[0])
-        parts = [as_set(everything(splits.load("digits", name))[0]) for name in splits.PARTS]
+        train = as_set(everything(data.load("digits", "train"))[0])
+        parts = [as_set(everything(data.load("digits", name))[0]) for name in data.PARTS]
         assert set.union(*parts) == train
-        assert [len(splits.load("digits", name)) for name in splits.PARTS] == [979, 54, 54]
+        assert [len(data.load("digits", name)) for name in data.PARTS] == [979, 54, 54]
 
     def test_form(self) -> None:
-        split = splits.load("digits")
+        split = data.load("digits")
         x, y = next(split.batches(5))
         assert (x.shape, x.dtype, y.dtype) == ((5, 1, 8, 8), torch.float32, torch.int64)
         assert (float(everything(split)[0].min()), float(everything(split)[0].max())) == (0.0, 1.0)
@@ -97,27 +98,27 @@ class TestDigits:
 
     def test_refusals(self) -> None:
         with pytest.raises(RankwiseError, match="test, train, val"):
-            splits.load("digits", "testing")
+            data.load("digits", "testing")
         with pytest.raises(RankwiseError, match="8×8"):
-            splits.load("digits", size=32)
+            data.load("digits", size=32)
 
 
 class TestSplit:
     def test_shuffling_is_a_permutation_that_belongs_to_the_seed(self) -> None:
-        split = splits.load("digits")
+        split = data.load("digits")
         orders = [torch.cat([y for _, y in split.batches(50, shuffle_seed=s)]) for s in (1, 1, 2)]
         assert torch.equal(orders[0], orders[1])
         assert not torch.equal(orders[0], orders[2])
         assert torch.equal(orders[0].sort().values, split.labels.sort().values)
 
     def test_images_and_labels_stay_together_when_shuffled(self, cifar_like: str) -> None:
-        split = splits.load(cifar_like)
+        split = data.load(cifar_like)
         plain, shuffled = everything(split), everything(split, shuffle_seed=3)
         pairs = [{(x.numpy().tobytes(), int(y)) for x, y in zip(*found, strict=True)} for found in (plain, shuffled)]
         assert pairs[0] == pairs[1]
 
     def test_thin_takes_evenly_spaced_images(self) -> None:
-        split = splits.load("digits")
+        split = data.load("digits")
         few = split.thin(10)
         assert torch.equal(few.labels, split.labels[torch.arange(10) * len(split) // 10])
         assert torch.equal(everything(few)[0], everything(split)[0][torch.arange(10) * len(split) // 10])
@@ -127,17 +128,17 @@ class TestSplit:
 
     def test_batch_size_is_checked(self) -> None:
         with pytest.raises(RankwiseError, match="batch size 0"):
-            next(splits.load("digits").batches(0))
+            next(data.load("digits").batches(0))
 
     def test_goes_to_another_process(self, cifar_like: str) -> None:
-        for split in (splits.load("digits"), splits.load(cifar_like), splits.load(cifar_like, "val")):
+        for split in (data.load("digits"), data.load(cifar_like), data.load(cifar_like, "val")):
             again = pickle.loads(pickle.dumps(split))
             assert torch.equal(everything(again)[0], everything(split)[0])
 
 
 class TestParquet:
     def test_values_and_labels(self, cifar_like: str) -> None:
-        split = splits.load(cifar_like)
+        split = data.load(cifar_like)
         x, y = everything(split)
         expected = (np.stack([picture(100 + i) for i in range(7)]) / 255 - MEAN) / STD
         assert np.allclose(x.numpy(), expected.transpose(0, 3, 1, 2), atol=1e-5)
@@ -145,44 +146,44 @@ class TestParquet:
         assert split.classes == ("cat", "dog", "owl")
 
     def test_val_is_a_fixed_twentieth_of_train(self, cifar_like: str) -> None:
-        train, val = splits.load(cifar_like, "train"), splits.load(cifar_like, "val")
+        train, val = data.load(cifar_like, "train"), data.load(cifar_like, "val")
         assert (len(train), len(val)) == (38, 2)
         rows = [{x.numpy().tobytes() for x in everything(s)[0]} for s in (train, val)]
         assert len(rows[0] | rows[1]) == 40
-        assert torch.equal(everything(val)[0], everything(splits.load(cifar_like, "val"))[0])
+        assert torch.equal(everything(val)[0], everything(data.load(cifar_like, "val"))[0])
 
     def test_the_papers_splits_are_90_5_5_percent_of_train(self, cifar_like: str) -> None:
-        whole = [everything(splits.load(cifar_like, name))[0] for name in ("train", "val")]
-        parts = [everything(splits.load(cifar_like, name))[0] for name in splits.PARTS]
+        whole = [everything(data.load(cifar_like, name))[0] for name in ("train", "val")]
+        parts = [everything(data.load(cifar_like, name))[0] for name in data.PARTS]
         count = sum(map(len, whole))
         assert [len(p) for p in parts] == [count - 2 * (count // 20), count // 20, count // 20]
         assert torch.equal(parts[2], whole[1])  # nothing that stops a training is trained on, also under the name val
         assert as_set(torch.cat(parts)) == as_set(torch.cat(whole))
-        other = everything(splits.load(cifar_like, "stop", seed=1))[0]
+        other = everything(data.load(cifar_like, "stop", seed=1))[0]
         assert not torch.equal(other, parts[2])
-        again = [everything(splits.load(cifar_like, name, seed=1))[0] for name in splits.PARTS]
+        again = [everything(data.load(cifar_like, name, seed=1))[0] for name in data.PARTS]
         assert as_set(torch.cat(again)) == as_set(torch.cat(whole))
 
     def test_the_development_set_is_the_test_set_where_there_is_no_other(self, tmp_path: Path) -> None:
         write_parquet(tmp_path / "train.parquet", [picture(i) for i in range(40)], [0, 1] * 20)
         write_parquet(tmp_path / "val.parquet", [picture(100)], [0])
         spec = f"parquet:{tmp_path}"
-        assert torch.equal(everything(splits.load(spec, "test"))[0], everything(splits.load(spec, "val"))[0])
-        assert [len(splits.load(spec, name)) for name in ("train", *splits.PARTS)] == [40, 36, 2, 2]
+        assert torch.equal(everything(data.load(spec, "test"))[0], everything(data.load(spec, "val"))[0])
+        assert [len(data.load(spec, name)) for name in ("train", *data.PARTS)] == [40, 36, 2, 2]
 
     def test_a_val_of_its_own_leaves_train_whole(self, tmp_path: Path) -> None:
         write_parquet(tmp_path / "data/train-00000-of-00002.parquet", [picture(0)] * 20, [0] * 20)
         write_parquet(tmp_path / "data/train-00001-of-00002.parquet", [picture(1)] * 20, [1] * 20)
         write_parquet(tmp_path / "data/validation-00000-of-00001.parquet", [picture(2)] * 5, [2] * 5)
-        assert splits.load(f"parquet:{tmp_path}", "train").labels.tolist() == [0] * 20 + [1] * 20
-        assert len(splits.load(f"parquet:{tmp_path}", "val")) == 5
-        assert len(splits.load(f"parquet:{tmp_path}", "test")) == 5
+        assert data.load(f"parquet:{tmp_path}", "train").labels.tolist() == [0] * 20 + [1] * 20
+        assert len(data.load(f"parquet:{tmp_path}", "val")) == 5
+        assert len(data.load(f"parquet:{tmp_path}", "test")) == 5
 
     @pytest.mark.parametrize("label", ["label", "labels", "fine_label"])
     @pytest.mark.parametrize("image", ["img", "image"])
     def test_columns(self, tmp_path: Path, image: str, label: str) -> None:
         write_parquet(tmp_path / "test.parquet", [picture(1)], [2], image=image, label=label)
-        assert splits.load(f"parquet:{tmp_path}").labels.tolist() == [2]
+        assert data.load(f"parquet:{tmp_path}").labels.tolist() == [2]
 
     def test_tables_without_the_librarys_metadata(self, tmp_path: Path) -> None:
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -190,38 +191,38 @@ class TestParquet:
             folder = tmp_path / str(i)
             folder.mkdir()
             parquet.write_table(arrow.table({"image": [cell], "label": [1]}), folder / "test.parquet")
-            split = splits.load(f"parquet:{folder}")
+            split = data.load(f"parquet:{folder}")
             assert split.pixels(torch.tensor([0]))[0].permute(1, 2, 0).numpy().tolist() == picture(4).tolist()
             assert split.classes == ("0", "1")
 
     def test_odd_folder_names(self, tmp_path: Path) -> None:
         folder = tmp_path / "train [v2]*"
         write_parquet(folder / "test.parquet", [picture(1)], [1])
-        assert len(splits.load(f"parquet:{folder}")) == 1
+        assert len(data.load(f"parquet:{folder}")) == 1
 
     def test_a_changed_file_is_read_anew(self, tmp_path: Path) -> None:
         write_parquet(tmp_path / "test.parquet", [picture(1)], [1])
-        assert len(splits.load(f"parquet:{tmp_path}")) == 1
+        assert len(data.load(f"parquet:{tmp_path}")) == 1
         write_parquet(tmp_path / "test.parquet", [picture(1)] * 4, [1] * 4)
-        assert len(splits.load(f"parquet:{tmp_path}")) == 4
+        assert len(data.load(f"parquet:{tmp_path}")) == 4
 
 
 class TestImagefolder:
     def test_splits_and_classes(self, tmp_path: Path) -> None:
         write_images(tmp_path / "train", {"owl": [picture(i) for i in range(3)], "cat": [picture(9)]})
         write_images(tmp_path / "test", {"owl": [picture(5)]})  # owl is 1 here too, though it is alone
-        split = splits.load(f"imagefolder:{tmp_path}")
+        split = data.load(f"imagefolder:{tmp_path}")
         assert (split.classes, split.labels.tolist()) == (("cat", "owl"), [1])
         assert split.pixels(torch.tensor([0]))[0].permute(1, 2, 0).numpy().tolist() == picture(5).tolist()
-        assert len(splits.load(f"imagefolder:{tmp_path}", "train")) == 3
-        assert len(splits.load(f"imagefolder:{tmp_path}", "val")) == 1
+        assert len(data.load(f"imagefolder:{tmp_path}", "train")) == 3
+        assert len(data.load(f"imagefolder:{tmp_path}", "val")) == 1
 
     def test_without_split_folders(self, tmp_path: Path) -> None:
         write_images(tmp_path, {"a": [picture(i) for i in range(30)], "b": [picture(i) for i in range(30)]})
-        assert len(splits.load(f"imagefolder:{tmp_path}", "train")) == 57
-        assert len(splits.load(f"imagefolder:{tmp_path}", "val")) == 3
+        assert len(data.load(f"imagefolder:{tmp_path}", "train")) == 57
+        assert len(data.load(f"imagefolder:{tmp_path}", "val")) == 3
         with pytest.raises(RankwiseError, match="has calibration, fit, stop, train, val"):
-            splits.load(f"imagefolder:{tmp_path}", "test")
+            data.load(f"imagefolder:{tmp_path}", "test")
 
     def test_code_in_the_folder_is_not_run(self, tmp_path: Path) -> None:
         mark = tmp_path / "ran"
@@ -229,26 +230,26 @@ class TestImagefolder:
         write_images(root / "test", {"a": [picture(0)], "b": [picture(1)]})
         for name in ("set.py", "imagefolder.py", "test/a/set.py"):
             (root / name).write_text(f"open({str(mark)!r}, 'w')")
-        assert len(splits.load(f"imagefolder:{root}")) == 2
+        assert len(data.load(f"imagefolder:{root}")) == 2
         assert not mark.exists()
 
 
 class TestDecoding:
     def test_greyscale_stays_between_0_and_1(self, tmp_path: Path) -> None:
         write_images(tmp_path / "test", {"a": [picture(0, mode="L")], "b": [picture(1, mode="L")]})
-        x, _ = everything(splits.load(f"imagefolder:{tmp_path}"))
+        x, _ = everything(data.load(f"imagefolder:{tmp_path}"))
         assert x.shape == (2, 1, 6, 6)
         assert np.allclose(x[0, 0].numpy(), picture(0, mode="L") / 255)
 
     def test_one_grey_image_among_colours_becomes_colour(self, tmp_path: Path) -> None:
         write_images(tmp_path / "test", {"a": [picture(0, mode="L")], "b": [picture(1)]})
-        assert everything(splits.load(f"imagefolder:{tmp_path}"))[0].shape == (2, 3, 6, 6)
+        assert everything(data.load(f"imagefolder:{tmp_path}"))[0].shape == (2, 3, 6, 6)
 
     def test_different_sizes_need_a_size(self, tmp_path: Path) -> None:
         write_images(tmp_path / "test", {"a": [picture(0, 40, 60)], "b": [picture(1, 64, 32)]})
         with pytest.raises(RankwiseError, match="give a size"):
-            splits.load(f"imagefolder:{tmp_path}")
-        x, _ = everything(splits.load(f"imagefolder:{tmp_path}", size=14))
+            data.load(f"imagefolder:{tmp_path}")
+        x, _ = everything(data.load(f"imagefolder:{tmp_path}", size=14))
         assert x.shape == (2, 3, 14, 14)
 
     def test_scaling_is_torchvisions(self, tmp_path: Path) -> None:
@@ -262,7 +263,7 @@ class TestDecoding:
         shapes = [(40, 61), (75, 50), (14, 14), (9, 20), (16, 16)]
         pictures = [picture(i, *shape) for i, shape in enumerate(shapes)]
         write_images(tmp_path / "test", {"a": pictures})
-        found = splits.load(f"imagefolder:{tmp_path}", size=14).pixels(torch.arange(len(shapes)))
+        found = data.load(f"imagefolder:{tmp_path}", size=14).pixels(torch.arange(len(shapes)))
         theirs = transforms.Compose([transforms.Resize(16), transforms.CenterCrop(14)])
         for pixels, raw in zip(found, pictures, strict=True):
             image = Image.fromarray(raw)
@@ -270,9 +271,9 @@ class TestDecoding:
             assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.array(expected))
 
     def test_held_or_decoded_makes_no_difference(self, cifar_like: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        held = splits.load(cifar_like)
+        held = data.load(cifar_like)
         monkeypatch.setattr(images, "_HOLD", 10)
-        decoded = splits.load(cifar_like)
+        decoded = data.load(cifar_like)
         assert isinstance(decoded.pixels, images.Decoder)
         assert not isinstance(held.pixels, images.Decoder)
         for how in ({}, {"shuffle_seed": 1}):
@@ -281,7 +282,7 @@ class TestDecoding:
     def test_different_sizes_show_when_decoded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_images(tmp_path / "test", {"a": [picture(0, 4, 4)], "b": [picture(1, 5, 5)]})
         monkeypatch.setattr(images, "_HOLD", 10)
-        split = splits.load(f"imagefolder:{tmp_path}")
+        split = data.load(f"imagefolder:{tmp_path}")
         with pytest.raises(RankwiseError, match="give a size"):
             next(split.batches(2))
 
@@ -289,7 +290,7 @@ class TestDecoding:
 class TestWhatIsWrong:
     def refused(self, spec: str, split: str = "test", **how: int) -> str:
         with pytest.raises(RankwiseError) as caught:
-            splits.load(spec, split, **how)
+            data.load(spec, split, **how)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -339,7 +340,7 @@ class TestWhatIsWrong:
 
     def test_one_training_image(self, tmp_path: Path) -> None:
         write_parquet(tmp_path / "train.parquet", [picture(0)], [0])
-        assert len(splits.load(f"parquet:{tmp_path}", "train")) == 1
+        assert len(data.load(f"parquet:{tmp_path}", "train")) == 1
         assert "single training image" in self.refused(f"parquet:{tmp_path}", "val")
 
     @pytest.mark.parametrize("keep", [0, 20, 60])

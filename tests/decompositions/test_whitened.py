@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_laws import layer_of, relative
-from test_response import samples
+from test_output_error import samples
 from torch import Tensor, nn
 
 import rankwise as rw

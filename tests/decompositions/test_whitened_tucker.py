@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_laws import layer_of, relative
-from test_whiten import cost_of, metric_of, moment_of
+from test_whitened import cost_of, metric_of, moment_of
 from torch import Tensor, nn
 
 import rankwise as rw

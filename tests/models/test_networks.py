@@ -179,7 +179,7 @@ class TestTorchvision:
 
     def test_transforms_come_along_in_a_fresh_process(self) -> None:
         code = (
-            "from rankwise.vision import import_torchvision; tv = import_torchvision();"
+            "from rankwise.models.vision import import_torchvision; tv = import_torchvision();"
             "import torchvision.transforms.v2 as v2, torch;"
             "assert import_torchvision() is tv; assert v2.Resize(4)(torch.zeros(3, 8, 8)).shape == (3, 4, 4)"
         )

@@ -81,7 +81,7 @@ def test_shared_work_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from rankwise.studies import reference
 
     counted = {"train": 0, "table": 0}
-    train, table = reference.pipeline.train, reference.table_for
+    train, table = reference.steps.train, reference.table_for
 
     def training(*args: Any) -> Any:
         counted["train"] += 1
@@ -91,7 +91,7 @@ def test_shared_work_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         counted["table"] += 1
         return table(*args)
 
-    monkeypatch.setattr(reference.pipeline, "train", training)
+    monkeypatch.setattr(reference.steps, "train", training)
     monkeypatch.setattr(reference, "table_for", tabling)
     run(make(methods=["alds", {"method": "alds", "error": "max", "label": "max"}, "svd", "pca"]), tmp_path)
     assert counted == {"train": 1, "table": 3}

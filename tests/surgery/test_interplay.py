@@ -124,7 +124,9 @@ def test_fine_tuning_in_two_processes(tmp_path: Path) -> None:
 
 
 def _path() -> str:
-    return os.pathsep.join([str(Path(__file__).resolve().parents[1]), str(Path(rw.__file__).parents[1])])
+    return os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1]), str(Path(rw.__file__).parents[1])]
+    )
 
 
 def test_copies_and_state_dicts() -> None:

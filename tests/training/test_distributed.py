@@ -34,19 +34,21 @@ import hashlib, json, os, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from rankwise import jsonio, networks, pipeline, train
-from rankwise.pipeline import Rounds, Run
-from rankwise.recipes import RECIPES, change
+from rankwise.core import files as whole_files
+from rankwise.models import networks
+from rankwise.training import loop, steps
+from rankwise.training.recipes import RECIPES, change
+from rankwise.training.steps import Rounds, Run
 
 factory, out, settings, method = sys.argv[1:]
 rank = int(os.environ["RANK"])
 heard = {"writes": [], "plans": [], "weights": [], "gradients": []}
 
-wrote = jsonio.write_together
+wrote = whole_files.write_together
 def write_together(files):
     heard["writes"] += [str(path) for path in files]
     wrote(files)
-jsonio.write_together = write_together
+whole_files.write_together = write_together
 
 followed = steps._retrain
 def retrain(small, plan, *rest):
@@ -62,7 +64,7 @@ class Step(torch.optim.SGD):
         grads = b"".join(p.grad.contiguous().numpy().tobytes() for g in self.param_groups for p in g["params"])
         heard["gradients"].append(hashlib.sha256(grads).hexdigest())
         return super().step(closure)
-train.SGD = Step
+loop.SGD = Step
 
 run = Run("digits", change(RECIPES["fast"], json.loads(settings)), Path(out), limit=250)
 rows = steps.iterate(factory, run, Rounds(2, method)) if method else [steps.train(factory, run)]

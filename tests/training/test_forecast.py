@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import refused, run
+from test_commands import refused, run
 from torch import nn
 
 import rankwise as rw

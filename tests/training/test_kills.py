@@ -22,7 +22,7 @@ SERVER = """
 import os, sys
 import torch
 torch.set_num_threads(1)
-from rankwise import evaluate, pipeline
+from rankwise.training import evaluate, steps
 from rankwise.__main__ import main
 import accelerate, sklearn.datasets
 evaluate._torchmetrics()

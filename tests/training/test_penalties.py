@@ -57,7 +57,7 @@ def test_what_fits_already_is_not_pulled() -> None:
 
 
 def test_the_loop_ends_nearer_than_plain_training_and_resumes(tmp_path: Path) -> None:
-    from test_pipeline import Stop, StopAt  # the same interruption as for plain training
+    from test_steps import Stop, StopAt  # the same interruption as for plain training
 
     target = penalties.Target(20_000)
     run = Run("digits", RECIPE, tmp_path / "lc", limit=300)
