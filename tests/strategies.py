@@ -139,7 +139,7 @@ def slices(block: np.ndarray, option: Option) -> list[np.ndarray]:
     f, c, *kernel = block.shape
     letters = "dhw"[3 - len(kernel) :]
     left, right = (side[1:] for side in option.fold.split("│"))
-    width = -(-c // option.groups)
+    width = -(-c // option.slices)
     found = []
     for start in range(0, c, width):
         piece = block[:, start : start + width]

@@ -17,7 +17,7 @@ from rankwise.calibration.fit import apply_fitted
 from rankwise.calibration.output_metric import Influence, influences
 from rankwise.calibration.synthetic import imagine, noise
 from rankwise.core.layer import Coverage
-from rankwise.core.option import FITTED
+from rankwise.decompositions import FITTED
 from rankwise.errors import RankwiseError
 from rankwise.methods import calibration, needs_budget, no_data, settings_for, table_for
 from rankwise.planning.budget import Budget
@@ -79,8 +79,8 @@ def planner(
     if isinstance(settings, Filters):
         filters = settings
         return lambda budget: _filters(model, example, coverage, filters, budget, method, title, data)
-    if times is not None and settings.groups == "all":
-        settings = replace(settings, groups=SLICES)  # others were not measured, so they could not be chosen
+    if times is not None and settings.slices == "all":
+        settings = replace(settings, slices=SLICES)  # others were not measured, so they could not be chosen
     if free:
         found = _auto(model, example, coverage, settings, title, data, progress, times)
         if found is not None:
@@ -128,7 +128,7 @@ def _auto(
     if given is None:
         return None
     # A core between two layers is neither a fold nor a slice, and was not timed.
-    free = times is None and settings.folds == settings.groups == "all"
+    free = times is None and settings.folds == settings.slices == "all"
     wanted = replace(settings, error="effect", decompositions=(*(FITTED if free else FITTED[:1]), "svd"))
 
     def otherwise(err: LinAlgError) -> Planner:

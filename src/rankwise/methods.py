@@ -13,10 +13,13 @@ from torch import nn
 
 from rankwise.calibration.activations import each_input_moments, output_moments
 from rankwise.core.layer import Coverage
-from rankwise.core.option import FITTED
+from rankwise.core.slicing import Folds, Slices
 from rankwise.data.splits import load as load_data
-from rankwise.decompositions import output_error, pca, tucker
+from rankwise.decompositions import DECOMPOSITIONS, NOTHING, OUTPUTS, PLAIN, Target, of
+from rankwise.decompositions.base import relative
+from rankwise.decompositions.output_error import variance
 from rankwise.errors import RankwiseError
+from rankwise.planning import planner
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings, find_plan
@@ -40,17 +43,17 @@ def _register(*methods: Method) -> dict[str, Method]:
 
 
 AUTO = Settings()
-_ALDS = Settings(folds=(0,), groups="all", error="bound", search="alternate")
-_ONE = replace(_ALDS, groups=1)
+_ALDS = Settings(folds=(0,), slices="all", error="bound", search="alternate")
+_ONE = replace(_ALDS, slices=1)
 
 METHODS: dict[str, Method] = _register(
     Method("alds", "Algorithm 1 of the paper: slices and ranks by the largest error bound", _ALDS),
     Method("alds+", "alds that also chooses among the four folds", replace(_ALDS, folds="all")),
-    Method("alds-error", "alds with a fixed number of slices (3)", replace(_ALDS, groups=3, search="minimax")),
+    Method("alds-error", "alds with a fixed number of slices (3)", replace(_ALDS, slices=3, search="minimax")),
     Method(
         "alds-simple",
         "a fixed number of slices (3), the same keep in every layer",
-        replace(_ALDS, groups=3, search="constant"),
+        replace(_ALDS, slices=3, search="constant"),
     ),
     Method("svd-error", "alds-error with one slice", replace(_ONE, search="minimax")),
     Method("svd", "one slice, the same keep in every layer", replace(_ONE, search="constant")),
@@ -64,20 +67,14 @@ METHODS: dict[str, Method] = _register(
         "one slice, the same relative energy in every layer",
         replace(_ONE, error="energy", search="minimax"),
     ),
-    Method(
-        "pca",
-        "principal components of the outputs over calibration data, largest product of energies",
-        replace(_ONE, error="output", search="product", decompositions=("pca",)),
-    ),
-    Method(
-        "messi",
-        "clusters of channels (3) that lie near a common subspace, the same keep in every layer",
-        replace(_ALDS, groups=3, error="energy", search="constant", decompositions=("messi",)),
-    ),
-    Method(
-        "tucker2",
-        "both channel modes at once, least total energy; without a budget as many directions as are signal",
-        replace(_ONE, error="energy", search="sum", decompositions=("tucker2",)),
+    *(
+        Method(
+            name,
+            one.about,
+            replace(_ONE, **vars(one.alone), decompositions=(name,)),
+        )
+        for name, one in DECOMPOSITIONS.items()
+        if one.alone is not None
     ),
     Method(
         "ft",
@@ -100,8 +97,11 @@ def get_method(name: str) -> Method:
 
 
 def settings_for(method: str, **changes: Any) -> Settings | Filters:
-    """A method's settings with some of them replaced; None leaves one as it is."""
+    """A method's settings with some of them replaced; None leaves one as it is. `groups` is another name of slices."""
     settings, given = get_method(method).settings, {k: v for k, v in changes.items() if v is not None}
+    if "groups" in given and "slices" in given:
+        raise RankwiseError("slices= and groups= were given, which are the same: give slices= only")
+    given = {"slices" if key == "groups" else key: value for key, value in given.items()}
     known = set(type(settings).__dataclass_fields__)
     unknown = sorted(set(given) - known)
     if unknown and isinstance(settings, Filters) and unknown[0] in Settings.__dataclass_fields__:
@@ -118,19 +118,20 @@ def needs_data(settings: Settings | Filters) -> bool:
     """Whether a method looks at activations."""
     if isinstance(settings, Filters):
         return settings.needs_data
-    return bool({"pca", *FITTED} & set(settings.decompositions)) or settings.error in ("output", "effect")
+    looks = any(DECOMPOSITIONS[name].needs != NOTHING for name in settings.decompositions)
+    return looks or settings.error in ("output", "effect")
 
 
 def needs_budget(settings: Settings | Filters) -> bool:
-    """Only tucker2 on its own can do without one."""
-    return isinstance(settings, Filters) or settings.decompositions != ("tucker2",)
+    """A decomposition that reads its ranks from the weights can do without one."""
+    return isinstance(settings, Filters) or planner.needs_budget(settings)
 
 
 def build_table(
     model: nn.Module,
     example: Any = None,
-    folds: str | int | Iterable[str | int] = "all",
-    groups: str | int | Iterable[int] = "all",
+    folds: Folds = "all",
+    slices: Slices = "all",
     exclude: Iterable[str] | str = (),
     progress: Progress | None = None,
     data: Any = None,
@@ -142,14 +143,16 @@ def build_table(
 
     `decompositions` are svd, and with calibration `data` (any iterable of inputs, or a specification) pca, unless
     others are named. With error="output" all of them are measured on the data, too. `changes` are other settings:
-    clustering=, seed=, starts=.
+    clustering=, seed=, starts=; groups= is another name of slices=.
     """
+    slices = changes.pop("groups", slices)
     coverage = find_layers(model, example, exclude)
     if decompositions is None:
-        decompositions = ("svd",) if data is None else ("svd", "pca")
+        seen = () if data is None else (name for name, one in DECOMPOSITIONS.items() if one.needs == OUTPUTS)
+        decompositions = (PLAIN.name, *seen)
     others = settings_for("auto", **changes)
     assert isinstance(others, Settings), "auto decomposes"
-    settings = replace(others, folds=folds, groups=groups, decompositions=tuple(decompositions), error=error)
+    settings = replace(others, folds=folds, slices=slices, decompositions=tuple(decompositions), error=error)
     return table_for(model, coverage, settings, calibration(data, example), progress)
 
 
@@ -162,31 +165,23 @@ def table_for(
     if isinstance(data, Iterator) and settings.error == "output":
         data = list(data)  # read more than once
     weights = module_weights(model, coverage)
-    table = build(
-        coverage,
-        weights,
-        settings.folds,
-        settings.groups,
-        progress,
-        settings.decompositions,
-        settings.clustering or "projective",
-        settings.seed,
-        settings.starts,
-    )
-    if "pca" in settings.decompositions:
+    table = build(coverage, weights, settings.request, settings.decompositions, progress)
+    seeing = [DECOMPOSITIONS[name] for name in settings.decompositions if DECOMPOSITIONS[name].needs == OUTPUTS]
+    if seeing:
         table.moments = output_moments(model, data, coverage.layers)
         for layer in coverage.layers:
             seen = table.moments[layer.name]
             if seen.count:  # a layer that the data does not reach has no components: it stays as it is
-                curves = pca.curves(weights[layer.name], layer, seen.covariance[0])
-                table.given[layer.name, pca.option(layer)] = curves
-    if settings.error == "output" and set(settings.decompositions) - {"pca"}:
+                target = Target(layer, weights[layer.name], outputs=seen)
+                for one in seeing:
+                    table.add(layer, one.score(target, settings.request))
+    if settings.error == "output" and len(seeing) < len(settings.decompositions):
         _measure_outputs_(table, model, weights, data)
     return table
 
 
 def no_data(settings: Settings) -> RankwiseError:
-    what = next((d for d in ("pca", *FITTED) if d in settings.decompositions), settings.error)
+    what = next((d for d in settings.decompositions if DECOMPOSITIONS[d].needs != NOTHING), settings.error)
     return RankwiseError(
         f"{what!r} looks at what flows through the layers, and no calibration data was given: "
         f"pass data= (on the command line: --data)"
@@ -198,19 +193,17 @@ def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: An
     overlapping = [layer for layer in table.coverage.layers if layer.transposed]
     outputs = output_moments(model, data, overlapping) if overlapping else {}
     for layer, seen in each_input_moments(model, data, table.coverage.layers):
-        family = (layer.name, tucker.family(layer))
-        mine = [key for key in table.spectra if key[0] == layer.name]
+        mine = [o for name, o in (*table.spectra, *table.given) if name == layer.name and of(o).needs == NOTHING]
         if not seen.count:  # the data does not reach it, so nobody knows what it would lose
-            for key in mine:
-                del table.spectra[key]
-            table.given.pop(family, None)
+            for option in mine:
+                table.spectra.pop((layer.name, option), None)
+                table.given.pop((layer.name, option), None)
             continue
-        weight = weights[layer.name]
-        whole = output_error.variance(weight, layer, seen, outputs.get(layer.name))
-        for key in mine:
-            table.given[key] = {"output": output_error.slice_curve(weight, layer, key[1], seen, whole)}
-        if family in table.given:
-            table.given[family]["output"] = output_error.tucker_curves(weight, layer, seen, whole)
+        target = Target(layer, weights[layer.name], inputs=seen, outputs=outputs.get(layer.name))
+        whole = variance(target)
+        for option in mine:
+            lost = of(option).output_errors(target, [option])[option]
+            table.given.setdefault((layer.name, option), {})["output"] = relative(lost, whole)
 
 
 def calibration(data: Any, example: Any = None, count: int = 256) -> Any:

@@ -505,7 +505,7 @@ def test_few_options_of_a_large_layer_are_as_good_as_all(
     """Those that a rough measure puts near the front: fewer fits, the same total effect or nearly."""
     counts, totals = [], []
     for small in (10_000, 0):
-        monkeypatch.setattr(effect_table, "SMALL", small)
+        monkeypatch.setattr(whitened, "SMALL", small)
         table, _ = effect_table.effect_table(
             plain, rw.find_layers(plain, seen[0][:1]), Settings(error="effect", decompositions=("whitened",)), seen
         )
@@ -522,7 +522,7 @@ def test_few_options_of_a_large_layer_are_as_good_as_all(
 def test_slices_and_folds_can_be_asked_for_where_few_options_were_fitted(
     plain: nn.Module, seen: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effect_table, "_worth_fitting", lambda _w, _la, options, *_: options[:1])
+    monkeypatch.setattr(whitened, "worth_fitting", lambda _target, options: options[:1])
     _, plan = rw.compress(plain, seen[0][:1], keep=0.7, data=seen, groups=[1, 2, 4])
     assert plan.choices
     assert {c.groups for c in plan.choices} <= {1, 2, 4}
@@ -534,14 +534,14 @@ def failing(*_: Any, **__: Any) -> Any:
     raise LinAlgError("it did not converge\nat all")
 
 
-@pytest.mark.parametrize("module", [effect_table, fit], ids=["while planning", "while fitting"])
+@pytest.mark.parametrize("when", ["score", "factors"], ids=["while planning", "while fitting"])
 @pytest.mark.parametrize("with_data", [True, False])
 def test_numbers_that_fail_leave_the_weights(
-    module: Any, with_data: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    when: str, with_data: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, x = mixed(), random_images()
     wanted = rw.compress(model, x[:1], keep=0.5, error="energy")[1]
-    monkeypatch.setattr(module, "fit", failing)
+    monkeypatch.setattr(whitened.Whitened, when, failing)
     watch = Untouched(model)
     small, plan = rw.compress(model, x[:1], keep=0.5, **({"data": [x]} if with_data else {}))
     watch.check()

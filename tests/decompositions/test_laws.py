@@ -19,11 +19,14 @@ import rankwise as rw
 from rankwise.core.fold import all_folds
 from rankwise.core.layer import Layer
 from rankwise.core.measures import MEASURES
-from rankwise.core.option import Cost, Option, full_rank, options_for, unit_cost
-from rankwise.decompositions import slices as by_slices
-from rankwise.decompositions.slices import factors, spectra
-from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair
+from rankwise.core.option import Cost, Option
+from rankwise.decompositions import full_rank
+from rankwise.decompositions import spectra as blocks_of
+from rankwise.decompositions.slices import factors
+from rankwise.decompositions.spectra import spectra
+from rankwise.surgery.pairs import build_pair, merge_pair
 from strategies import DATA_FREE, KINDS, Case, blocks, cases, every_option, operator_norm, slices
+from targets import fill, options_for, unit_cost
 
 EXAMPLES = {"Conv3d": 15, "ConvTranspose3d": 15}
 TINY = 1e-9
@@ -53,7 +56,7 @@ def layer_of(module: nn.Module, x: Tensor | None = None) -> Layer:
 
 def pair_of(module: nn.Module, layer: Layer, option: Option, rank: int) -> nn.Sequential:
     pair = build_pair(layer, option, rank, module)
-    fill_pair_(pair, layer, option, rank, module)
+    fill(pair, layer, option, rank, module)
     return pair
 
 
@@ -75,7 +78,7 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 def plan_of(layer: Layer, option: Option, rank: int) -> rw.Plan:
     """A plan written by hand: nothing of the search is involved."""
     cost = Cost(1, None)
-    choice = rw.Choice(layer.name, layer.kind, layer.shape, option.fold, option.groups, rank, {}, cost, cost)
+    choice = rw.Choice(layer.name, layer.kind, layer.shape, option.fold, option.slices, rank, {}, cost, cost)
     return rw.Plan("", "", rw.Budget(params=1.0), cost, cost, (choice,))
 
 
@@ -124,7 +127,7 @@ def test_errors_are_what_they_say(module: nn.Module, x: Tensor, data: Data) -> N
     """Realised by a built pair, folded by numpy: max ≤ exact = realised ≤ rss ≤ bound; energy is Frobenius."""
     model = nn.Sequential(module)
     option = data.draw(st.sampled_from(every_option(layer_of(module))))
-    table = rw.build_table(model, folds=option.fold, groups=option.groups)
+    table = rw.build_table(model, folds=option.fold, groups=option.slices)
     (layer,) = table.coverage.layers
     assert table.options(layer) == [option]
     rank = data.draw(st.integers(1, full_rank(layer, option)))
@@ -137,10 +140,10 @@ def test_errors_are_what_they_say(module: nn.Module, x: Tensor, data: Data) -> N
     assert error["max"] <= realised + 1e-6
     assert realised <= error["rss"] + 1e-6
     assert error["rss"] <= error["bound"] * (1 + 1e-12)
-    assert error["bound"] == pytest.approx(math.sqrt(option.groups) * error["max"])
+    assert error["bound"] == pytest.approx(math.sqrt(option.slices) * error["max"])
     energy = float((rest.square().sum() / module.weight.square().sum()).detach()) if norm else 0.0
     assert error["energy"] == pytest.approx(energy, abs=1e-9)
-    if option.groups == 1:
+    if option.slices == 1:
         assert [error[m] for m in ("bound", "rss", "max")] == pytest.approx([error["exact"]] * 3, abs=1e-6)
 
 
@@ -181,32 +184,32 @@ def test_offered_options_are_each_matrix_once_with_the_fewest_macs(module: nn.Mo
     def matrix(option: Option) -> tuple[int, str]:
         axes = zip("dhw"[3 - layer.dims :], layer.kernel, strict=True)
         left = option.fold.split("│")[0]
-        return option.groups, "".join(a for a, k in axes if k > 1 and a in left)
+        return option.slices, "".join(a for a, k in axes if k > 1 and a in left)
 
     best = {}
     for option in every_option(layer):
         macs = unit_cost(layer, option).macs
-        if option.groups == 1:
+        if option.slices == 1:
             best[matrix(option)[1]] = min(macs, best.get(matrix(option)[1], macs))
     assert sorted(map(matrix, offered)) == sorted({matrix(o) for o in every_option(layer)})
     for option in offered:
-        if option.groups == 1:
+        if option.slices == 1:
             assert unit_cost(layer, option).macs == best[matrix(option)[1]]
 
 
 @law
 def test_spectra_are_the_singular_values_of_the_slices(module: nn.Module, x: Tensor, data: Data) -> None:
     layer = layer_of(module)
-    ks = sorted({option.groups for option in every_option(layer)})
+    ks = sorted({option.slices for option in every_option(layer)})
     together = {fold: spectra(module.weight, layer, fold, ks) for fold in all_folds(layer.dims)}
     for option in every_option(layer):
-        got = together[option.fold][option.groups]
-        alone = spectra(module.weight, layer, option.fold, [option.groups])[option.groups]
+        got = together[option.fold][option.slices]
+        alone = spectra(module.weight, layer, option.fold, [option.slices])[option.slices]
         np.testing.assert_allclose(got, alone, atol=1e-6 * max(1e-12, got.max()), rtol=0)
-        assert got.shape == (layer.groups, option.groups, full_rank(layer, option) + 1)
+        assert got.shape == (layer.groups, option.slices, full_rank(layer, option) + 1)
         for g, block in enumerate(blocks(module.weight, module)):
             matrices = slices(block, option)
-            assert len(matrices) == option.groups
+            assert len(matrices) == option.slices
             for i, matrix in enumerate(matrices):
                 wanted = torch.linalg.svdvals(torch.from_numpy(matrix)).numpy()
                 tail = np.zeros(got.shape[-1] - len(wanted))
@@ -219,7 +222,7 @@ def test_factors_are_the_best_of_their_rank(module: nn.Module, x: Tensor, data: 
     layer = layer_of(module)
     for option in every_option(layer):
         left, right = factors(module.weight, layer, option)
-        assert left.shape[:2] == right.shape[:2] == (layer.groups, option.groups)
+        assert left.shape[:2] == right.shape[:2] == (layer.groups, option.slices)
         assert left.shape[3] == right.shape[2] == full_rank(layer, option)
         for g, block in enumerate(blocks(module.weight, module)):
             for i, matrix in enumerate(slices(block, option)):
@@ -290,7 +293,7 @@ def test_blocks_and_other_drivers_change_nothing(monkeypatch: pytest.MonkeyPatch
     def everything() -> list[Tensor]:
         found = []
         for option in every_option(layer):
-            found += [torch.from_numpy(spectra(module.weight, layer, option.fold, [option.groups])[option.groups])]
+            found += [torch.from_numpy(spectra(module.weight, layer, option.fold, [option.slices])[option.slices])]
             found += [torch.matmul(*factors(module.weight, layer, option, 2))]
         return found
 
@@ -298,7 +301,7 @@ def test_blocks_and_other_drivers_change_nothing(monkeypatch: pytest.MonkeyPatch
         raise torch.linalg.LinAlgError("did not converge")
 
     wanted = everything()
-    monkeypatch.setattr(by_slices, "BLOCK", 7)
+    monkeypatch.setattr(blocks_of, "BLOCK", 7)
     torch.testing.assert_close(everything(), wanted, rtol=0, atol=1e-7)
     monkeypatch.setattr(torch.linalg, "eigh", diverge)
     monkeypatch.setattr(torch.linalg, "eigvalsh", diverge)

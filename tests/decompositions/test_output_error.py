@@ -18,12 +18,13 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.calibration import activations
 from rankwise.core.layer import Layer
-from rankwise.core.option import Option, full_rank
+from rankwise.core.option import Option
 from rankwise.data import splits as images
-from rankwise.decompositions import tucker
-from rankwise.surgery.pairs import build_pair, fill_pair_
+from rankwise.decompositions import full_rank, tucker
+from rankwise.surgery.pairs import build_pair
 from sentences import check_sentence
 from strategies import KINDS, TRANSPOSED, blocks, cases
+from targets import fill
 
 Data = st.DataObject
 FORWARD = [kind for kind in KINDS if kind not in TRANSPOSED]
@@ -130,7 +131,7 @@ def test_pca_is_measured_the_same_way(kind: str, data: Data) -> None:
     curve = table.curve(layer, components, "output").values()
     for rank in range(1, full_rank(layer, components) + 1):
         pair = build_pair(layer, components, rank, module)
-        fill_pair_(pair, layer, components, rank, module, table.moments[layer.name])
+        fill(pair, layer, components, rank, module, table.moments[layer.name])
         assert lost(module, pair, x, layer) == pytest.approx(curve[rank], abs=1e-7)
     for option in table.options(layer):
         if option.decomposition == "svd":

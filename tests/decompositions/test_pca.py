@@ -17,7 +17,7 @@ import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.core.layer import Layer
 from rankwise.core.option import Cost
-from rankwise.decompositions.pca import option
+from rankwise.decompositions.pca import DECOMPOSITION
 from rankwise.planning.plan import Choice
 from strategies import KINDS, Case, cases
 
@@ -45,7 +45,9 @@ def by_hand(model: nn.Module, x: Tensor, rank: int) -> tuple[nn.Module, Layer]:
     table = rw.build_table(model, x, folds=(0,), groups=1, data=[x])
     layer = table.coverage.layers[0]
     nothing = Cost(0, None)
-    choice = Choice(layer.name, layer.kind, layer.shape, option(layer).fold, 1, rank, {}, nothing, nothing, "pca")
+    choice = Choice(
+        layer.name, layer.kind, layer.shape, DECOMPOSITION.option(layer).fold, 1, rank, {}, nothing, nothing, "pca"
+    )
     plan = rw.Plan("", "pca", rw.Budget(params=1.0), nothing, nothing, (choice,))
     return rw.apply_plan(model, plan, table.moments), layer
 
@@ -96,7 +98,7 @@ def test_the_reconstruction_is_the_projection_around_the_mean(kind: str, data: s
     spread = ((y - mean) ** 2).sum()
     if spread > 1e-9:
         lost = ((got - y) ** 2).sum() / spread
-        assert lost == pytest.approx(table.curve(layer, option(layer), "output")[rank], abs=1e-7)
+        assert lost == pytest.approx(table.curve(layer, DECOMPOSITION.option(layer), "output")[rank], abs=1e-7)
 
 
 def test_with_white_inputs_it_is_svd() -> None:

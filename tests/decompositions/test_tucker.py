@@ -19,11 +19,11 @@ from test_laws import TINY, layer_of, macs_of, numel, pair_of, relative
 from torch import Tensor, nn
 
 import rankwise as rw
+from rankwise.core import vbmf
 from rankwise.core.layer import Layer
-from rankwise.core.option import Cost, Option, cost_at, costs, full_outer, full_rank
-from rankwise.decompositions import tucker
-from rankwise.planning import vbmf
-from rankwise.planning.signal_rank import signal_ranks
+from rankwise.core.option import Cost, Option
+from rankwise.decompositions import cost_at, costs, full_rank, tucker
+from rankwise.decompositions.tucker import full_outer, signal_ranks
 from rankwise.surgery.pairs import merge_pair
 from sentences import check_sentence
 from strategies import KINDS, blocks, cases
@@ -33,7 +33,7 @@ WITH_TAPS = [kind for kind in KINDS if kind.startswith("Conv") and kind != "Conv
 
 
 def option_of(layer: Layer, outer: int) -> Option:
-    return replace(tucker.family(layer), outer=outer)
+    return replace(tucker.DECOMPOSITION.family(layer), outer=outer)
 
 
 def every_rank(layer: Layer) -> list[tuple[int, int]]:
@@ -72,7 +72,7 @@ def clear(w: np.ndarray, r: int, s: int) -> bool:
 def plan_for(layer: Layer, option: Option, rank: int) -> rw.Plan:
     nothing = Cost(1, None)
     choice = rw.Choice(
-        *(layer.name, layer.kind, layer.shape, option.fold, option.groups, rank, {}, nothing, nothing),
+        *(layer.name, layer.kind, layer.shape, option.fold, option.slices, rank, {}, nothing, nothing),
         *(option.decomposition, option.outer, option.clusters),
     )
     return rw.Plan("", "", rw.Budget(params=1.0), nothing, nothing, (choice,))

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.calibration import activations
 from rankwise.core.layer import Layer
-from rankwise.core.option import Option, full_rank, taps
-from rankwise.decompositions.slices import compose, factors, pair_weights
-from rankwise.decompositions.whitened import fit, root_of, rough_errors, share_for, shrunk
-from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair, put_weights_
+from rankwise.core.option import Option
+from rankwise.core.slicing import taps
+from rankwise.decompositions import Target, full_rank
+from rankwise.decompositions.slices import compose, factors, pair_factors, pair_weights
+from rankwise.decompositions.whitened import root_of, rough_errors, share_for, shrunk
+from rankwise.surgery.pairs import build_pair, merge_pair, put_factors_
 from strategies import KINDS, TRANSPOSED, blocks, cases, every_option
+from targets import fill, fit
 
 Data = st.DataObject
 EXAMPLES = {"Conv3d": 6, "ConvTranspose3d": 6}
@@ -44,7 +47,7 @@ def law(check: Any) -> Any:
 
 
 def whitened(option: Option) -> Option:
-    return Option(option.fold, option.groups, "whitened")
+    return Option(option.fold, option.slices, "whitened")
 
 
 def moment_of(data: Data, layer: Layer, full: bool = False) -> Tensor:
@@ -101,8 +104,8 @@ def test_full_rank_is_the_same_function(kind: str, data: Data) -> None:
     rank = full_rank(layer, option)
     assert found.errors.shape == (rank + 1,)
     pair = build_pair(layer, option, rank, module)
-    fill_pair_(pair, layer, Option(option.fold, option.groups), rank, module)  # for the bias
-    put_weights_(pair, *pair_weights(*found.factors(rank), layer, option), layer)
+    fill(pair, layer, Option(option.fold, option.slices), rank, module)  # for the bias
+    put_factors_(pair, pair_factors(*found.factors(rank), layer, option), layer)
     assert relative(pair(x), module(x)) < 1e-5
     assert found.errors[-1] <= 1e-6 * max(found.errors[0], 1e-12)
     assert relative(merge_pair(pair)(x), pair(x)) < 1e-9
@@ -150,7 +153,7 @@ def test_it_is_never_worse_than_an_svd_with_its_decoder_fitted_by_nobody(kind: s
     """One slice, fold 0: the optimum in closed form, from the singular values of S W M^{1/2}."""
     module, _, layer, option = drawn(kind, data)
     option = whitened(every_option(layer)[0])
-    assert option.groups == 1
+    assert option.slices == 1
     assume(not layer.transposed or all(k == 1 for k in layer.kernel))  # otherwise all taps share one encoder
     moment, metric = moment_of(data, layer), metric_of(data, layer)
     found = fit(module.weight, layer, option, moment, metric)
@@ -177,7 +180,7 @@ def test_with_white_inputs_and_outputs_it_is_the_svd(kind: str, data: Data) -> N
     d = activations.patch_size(layer)
     moment = torch.eye(d, dtype=torch.float64).expand(layer.groups, d, d)
     found = fit(module.weight, layer, option, moment)
-    table = rw.build_table(nn.Sequential(module), folds=option.fold, groups=option.groups)
+    table = rw.build_table(nn.Sequential(module), folds=option.fold, groups=option.slices)
     (own,) = table.options(table.coverage.layers[0])
     residual = table.curve(table.coverage.layers[0], own, "residual").values()
     np.testing.assert_allclose(found.errors, residual, rtol=1e-6, atol=1e-7 * max(residual[0], 1e-12))
@@ -188,11 +191,11 @@ def test_rough_errors_are_exact_where_nothing_is_correlated(kind: str, data: Dat
     """White inputs, or one slice whose decoder owns no taps."""
     module, _, layer, option = drawn(kind, data)
     d = activations.patch_size(layer)
-    alone = option.groups == 1 and taps(layer, option)[0] == 1
+    alone = option.slices == 1 and taps(layer, option.fold)[0] == 1
     white = torch.eye(d, dtype=torch.float64).expand(layer.groups, d, d)
     moment, metric = moment_of(data, layer, full=True) if alone else white, metric_of(data, layer)
     wanted = fit(module.weight, layer, option, moment, metric).errors
-    found = rough_errors(module.weight, layer, option, moment, metric)
+    found = rough_errors(Target(layer, module.weight, moment=moment, metric=metric), option)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * max(wanted[0], 1e-12))
 
 
@@ -222,8 +225,8 @@ def test_errors_are_what_happens_when_the_pair_runs(kind: str, data: Data) -> No
     found = fit(module.weight, layer, option, seen.second_moment, metric)
     rank = data.draw(st.integers(1, full_rank(layer, option)))
     pair = build_pair(layer, option, rank, module)
-    fill_pair_(pair, layer, Option(option.fold, option.groups), rank, module)
-    put_weights_(pair, *pair_weights(*found.factors(rank), layer, option), layer)
+    fill(pair, layer, Option(option.fold, option.slices), rank, module)
+    put_factors_(pair, pair_factors(*found.factors(rank), layer, option), layer)
     gap = (samples(module(x), layer) - samples(pair(x), layer)).reshape(seen.count, layer.groups, -1)
     error = float(np.square(np.einsum("gij,ngj->ngi", metric.numpy(), gap)).sum() / seen.count)
     assert error == pytest.approx(found.errors[rank], rel=1e-4, abs=1e-6 * found.errors[0] + 1e-12)

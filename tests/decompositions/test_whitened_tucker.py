@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.calibration import effect_table
-from rankwise.core.layer import Layer, stored
-from rankwise.core.option import Option, check_option, full_outer, full_rank
-from rankwise.decompositions import tucker, whitened_tucker
-from rankwise.decompositions.whitened import fit
+from rankwise.core.layer import Layer
+from rankwise.core.option import Option
+from rankwise.decompositions import check_option, full_rank, tucker, whitened_tucker
+from rankwise.decompositions.tucker import full_outer
 from rankwise.planning.planner import Settings
-from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair, put_core_
+from rankwise.surgery.pairs import build_pair, merge_pair, put_factors_
 from sentences import check_sentence
 from strategies import cases
+from targets import cored_factors, fill, fit
 
 Data = st.DataObject
 
@@ -35,7 +36,8 @@ def drawn(kind: str, data: Data) -> tuple[nn.Module, Tensor, Layer]:
 
 
 def weight_of(parts: tuple[Tensor, Tensor, Tensor], layer: Layer) -> Tensor:
-    return stored(tucker.compose(*parts), layer)
+    weights = tucker.cored_factors(*parts, layer).weights
+    return tucker.DECOMPOSITION.compose(layer, tucker.DECOMPOSITION.family(layer), weights)
 
 
 @pytest.mark.parametrize("kind", ["Conv1d", "Conv2d"])
@@ -58,9 +60,9 @@ def test_what_is_built_is_never_worse_than_what_was_scored(kind: str) -> None:
         if full_outer(layer) == layer.group_filters:
             np.testing.assert_allclose(scored[-1], fitted.errors, rtol=1e-6, atol=1e-6 * whole + 1e-12)
         outer = data.draw(st.integers(1, full_outer(layer)))
-        option = Option(whitened_tucker.family(layer).fold, 1, whitened_tucker.NAME, outer)
+        option = Option(whitened_tucker.DECOMPOSITION.family(layer).fold, 1, whitened_tucker.DECOMPOSITION.name, outer)
         rank = data.draw(st.integers(1, full_rank(layer, option)))
-        parts = whitened_tucker.factors(module.weight, layer, option, rank, moment, metric)
+        parts = cored_factors(module.weight, layer, option, rank, moment, metric)
         error = cost_of(weight - weight_of(parts, layer), module, layer, moment, metric)
         assert error <= scored[outer - 1, min(rank, scored.shape[1] - 1)] * (1 + 1e-5) + 1e-6 * whole + 1e-12
 
@@ -74,11 +76,15 @@ def test_full_ranks_are_the_same_function(kind: str) -> None:
     def check(data: Data) -> None:
         module, x, layer = drawn(kind, data)
         moment, metric = moment_of(data, layer, full=True), data.draw(st.sampled_from([None, metric_of(data, layer)]))
-        option = Option(whitened_tucker.family(layer).fold, 1, whitened_tucker.NAME, full_outer(layer))
+        option = Option(
+            whitened_tucker.DECOMPOSITION.family(layer).fold, 1, whitened_tucker.DECOMPOSITION.name, full_outer(layer)
+        )
         rank = full_rank(layer, option)
         pair = build_pair(layer, option, rank, module)
-        fill_pair_(pair, layer, option, rank, module)  # for the bias
-        put_core_(pair, *whitened_tucker.factors(module.weight, layer, option, rank, moment, metric), layer)
+        fill(pair, layer, option, rank, module)  # for the bias
+        put_factors_(
+            pair, tucker.cored_factors(*cored_factors(module.weight, layer, option, rank, moment, metric), layer), layer
+        )
         assert [name for name, _ in pair.named_children()] == ["encoder", "core", "decoder"]
         assert relative(pair(x), module(x)) < 1e-4
         assert relative(merge_pair(pair)(x), pair(x)) < 1e-4
@@ -97,8 +103,8 @@ def test_in_turns_gains_and_halves_are_balanced() -> None:
     scored = whitened_tucker.curves(
         fit(module.weight, layer, whitened_tucker.start(layer), moment, metric), layer, metric
     )
-    option = Option("f│chw", 1, whitened_tucker.NAME, 2)
-    left, core, right = whitened_tucker.factors(module.weight, layer, option, 3, moment, metric)
+    option = Option("f│chw", 1, whitened_tucker.DECOMPOSITION.name, 2)
+    left, core, right = cored_factors(module.weight, layer, option, 3, moment, metric)
     weight = module.weight.detach().double()
     built = cost_of(weight - weight_of((left, core, right), layer), module, layer, moment, metric)
     assert built < 0.99 * scored[1, 3]
@@ -145,7 +151,7 @@ def test_auto_takes_it_where_it_pays(
 ) -> None:
     given: dict[str, Any] = {"data": [images]} if with_data else {}
     small, plan = rw.compress(network, images[:1], **budget, **given)
-    assert whitened_tucker.NAME in {c.decomposition for c in plan.choices}
+    assert whitened_tucker.DECOMPOSITION.name in {c.decomposition for c in plan.choices}
     assert sum(p.numel() for p in small.parameters()) == plan.after.params
     assert plan.keep("params") <= budget.get("keep", 1)
     assert plan.keep("macs") <= budget.get("macs", 1)
@@ -182,26 +188,26 @@ def test_folds_slices_and_time_are_not_its_business(network: nn.Sequential, imag
 
 
 def test_a_table_with_cores_can_be_saved(network: nn.Sequential, images: Tensor, tmp_path: Path) -> None:
-    wanted = Settings(error="effect", decompositions=("whitened", whitened_tucker.NAME, "svd"))
+    wanted = Settings(error="effect", decompositions=("whitened", whitened_tucker.DECOMPOSITION.name, "svd"))
     table, _ = effect_table.effect_table(network, rw.find_layers(network, images[:1]), wanted, [images])
     table.save(tmp_path / "table.safetensors")
     again = rw.Table.load(tmp_path / "table.safetensors", network)
     rest: dict[str, Any] = {"error": "effect", "decompositions": wanted.decompositions}
     one, other = (rw.allocate(t, rw.Budget(params=0.15), **rest) for t in (table, again))
     assert one == other
-    assert whitened_tucker.NAME in {c.decomposition for c in one.choices}
+    assert whitened_tucker.DECOMPOSITION.name in {c.decomposition for c in one.choices}
 
 
 def test_many_filters_give_few_outer_ranks(monkeypatch: pytest.MonkeyPatch, images: Tensor) -> None:
     from rankwise.planning import menu
 
-    monkeypatch.setattr(menu, "OUTERS", 4)
+    monkeypatch.setattr(whitened_tucker, "OUTERS", 4)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 24, 3), narrow(24, 12, 12), nn.Flatten(), nn.LazyLinear(4))
     model(images)
-    wanted = Settings(error="effect", decompositions=(whitened_tucker.NAME,))
+    wanted = Settings(error="effect", decompositions=(whitened_tucker.DECOMPOSITION.name,))
     table, _ = effect_table.effect_table(model, rw.find_layers(model, images[:1]), wanted, [images])
-    found = menu.menus(table, ("params",), "effect", decompositions=(whitened_tucker.NAME,))
+    found = menu.menus(table, ("params",), "effect", decompositions=(whitened_tucker.DECOMPOSITION.name,))
     assert {offer.option.outer for offer in found[1].offers} == {6, 12, 18, 24}
 
 
@@ -222,7 +228,7 @@ def test_layers_without_anything_between(module: nn.Module) -> None:
 )
 def test_a_plan_that_asks_for_it_there_is_refused(module: nn.Module, shape: tuple[int, ...]) -> None:
     layer = layer_of(module, torch.randn(shape))
-    option = Option(whitened_tucker.family(layer).fold, 1, whitened_tucker.NAME, 2)
+    option = Option(whitened_tucker.DECOMPOSITION.family(layer).fold, 1, whitened_tucker.DECOMPOSITION.name, 2)
     assert "needs a kernel" in check_sentence(lambda: check_option(layer, option, "layer '0' of the plan"))
 
 

@@ -71,7 +71,7 @@ choices = st.builds(
     kind=names,
     shape=st.lists(counts, max_size=5).map(tuple),
     fold=st.sampled_from([f for dims in range(4) for f in all_folds(dims)]),
-    groups=counts,
+    slices=counts,
     rank=counts,
     error=st.dictionaries(st.sampled_from(MEASURES), finite),
     before=costs,
@@ -135,7 +135,7 @@ def test_keep_needs_macs_to_speak_of_macs(plan: rw.Plan) -> None:
 # ---- what is no plan -------------------------------------------------------------------------------------
 
 REQUIRED = ["format", "model", "method", "budget", "before", "after", "layers"]
-OF_A_CHOICE = ["name", "kind", "shape", "fold", "groups", "rank", "error", "before", "after"]
+OF_A_CHOICE = ["name", "kind", "shape", "fold", "slices", "rank", "error", "before", "after"]
 
 
 @pytest.mark.parametrize("key", REQUIRED)
@@ -171,7 +171,7 @@ def test_an_unknown_key_is_refused_everywhere(plan: rw.Plan, where: Callable[[An
     assert "'ranks'" in check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
-@pytest.mark.parametrize("key", ["groups", "rank"])
+@pytest.mark.parametrize("key", ["slices", "rank"])
 @pytest.mark.parametrize("value", ["3", 3.0, 2.5, True, None, [3], {"a": 1}], ids=repr)
 def test_a_rank_is_a_whole_number(plan: rw.Plan, key: str, value: Any) -> None:
     body = body_of(plan)
@@ -184,7 +184,7 @@ def test_a_rank_is_a_whole_number(plan: rw.Plan, key: str, value: Any) -> None:
     [
         ("0", {"rank": 0}, "rank 0"),
         ("0", {"rank": -1}, "rank -1"),
-        ("0", {"fold": "f│chw", "groups": 1, "rank": 9}, "1 to 8"),
+        ("0", {"fold": "f│chw", "slices": 1, "rank": 9}, "1 to 8"),
         ("0", {"rank": 10**20}, "possible are"),
         ("0", {"fold": "f|chw"}, "f│chw"),
         ("0", {"fold": "chw"}, "chw"),
@@ -192,13 +192,13 @@ def test_a_rank_is_a_whole_number(plan: rw.Plan, key: str, value: Any) -> None:
         ("0", {"fold": "f│c"}, "f│chw"),
         ("0", {"fold": "f│cdhw"}, "f│chw"),
         ("6", {"fold": "f│chw"}, "f│c"),
-        ("0", {"groups": 0}, "slices"),
-        ("0", {"groups": -1}, "slices"),
-        ("0", {"groups": 4}, "slices"),
-        ("0", {"groups": 10**20}, "slices"),
-        ("6", {"groups": 5}, "slices"),  # 8 channels in slices of ⌈8/5⌉ = 2 are 4
-        ("2", {"groups": 3}, "slices"),
-        ("2", {"groups": 8}, "slices"),
+        ("0", {"slices": 0}, "slices"),
+        ("0", {"slices": -1}, "slices"),
+        ("0", {"slices": 4}, "slices"),
+        ("0", {"slices": 10**20}, "slices"),
+        ("6", {"slices": 5}, "slices"),  # 8 channels in slices of ⌈8/5⌉ = 2 are 4
+        ("2", {"slices": 3}, "slices"),
+        ("2", {"slices": 8}, "slices"),
         ("0", {"kind": "Linear"}, "another model"),
         ("0", {"kind": "Conv2d\n"}, "another model"),
         ("0", {"shape": [8, 3, 3]}, "another model"),
@@ -246,7 +246,7 @@ def test_every_key_has_its_type(plan: rw.Plan, key: str, value: Any) -> None:
         check_sentence(lambda: rw.Plan.loads(text_of(body)))
 
 
-@pytest.mark.parametrize(("value", "named"), [(2, "upgrade"), (0, "never existed"), (-1, "never existed")])
+@pytest.mark.parametrize(("value", "named"), [(3, "upgrade"), (0, "never existed"), (-1, "never existed")])
 def test_another_format_says_so(plan: rw.Plan, value: int, named: str) -> None:
     assert named in check_sentence(lambda: rw.Plan.loads(text_of(body_of(plan) | {"format": value})))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.core.measures import MEASURES, Curve
-from rankwise.core.option import Option, unit_cost
+from rankwise.core.option import Option
 from rankwise.planning import knapsack
 from rankwise.planning import table as table_module
 from rankwise.planning.menu import Menu, Offer, Point
@@ -25,6 +25,7 @@ from rankwise.planning.minimax import Solution
 from rankwise.planning.planner import SEARCHES, Settings
 from sentences import check_sentence
 from strategies import DATA_FREE
+from targets import unit_cost
 
 searches = importlib.import_module("rankwise.planning.minimax")  # as an attribute of the package it is the function
 
@@ -752,10 +753,10 @@ def test_every_method_keeps_its_budget(anything: tuple[nn.Module, rw.Table], met
         ({"folds": 4}, "f│chw"),
         ({"folds": []}, "all"),
         ({"folds": 2.5}, "folds"),
-        ({"groups": 0}, "groups"),
-        ({"groups": -2}, "groups"),
-        ({"groups": 2.5}, "groups"),
-        ({"groups": [1, 2.0]}, "groups"),
+        ({"slices": 0}, "slices"),
+        ({"slices": -2}, "slices"),
+        ({"slices": 2.5}, "slices"),
+        ({"slices": [1, 2.0]}, "slices"),
         ({"groups": []}, "all"),
         ({"groups": "some"}, "any"),
     ],

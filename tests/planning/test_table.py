@@ -22,7 +22,8 @@ import rankwise as rw
 from rankwise.core import files
 from rankwise.core.fold import all_folds, fold_for, kernel_sides
 from rankwise.core.measures import FROM_SPECTRA, MEASURES
-from rankwise.core.option import Option, divisors, groups_for, real_groups, slice_width
+from rankwise.core.option import Option
+from rankwise.core.slicing import divisors, real_slices, slice_width, slices_for
 from rankwise.planning.table_file import _checksum
 from sentences import check_sentence
 
@@ -62,7 +63,7 @@ def reference_slices(weight: Tensor, layer: rw.Layer, option: Option) -> list[li
     else:
         blocks = np.split(w, layer.groups)
     left, right = kernel_sides(option.fold)
-    width = slice_width(layer.group_channels, option.groups)
+    width = slice_width(layer.group_channels, option.slices)
     found = []
     for block in blocks:
         cuts = [block[:, i : i + width] for i in range(0, block.shape[1], width)]
@@ -85,7 +86,7 @@ def test_spectra_are_singular_values(dtype: torch.dtype, groups: Any) -> None:
     for (name, option), found in table.spectra.items():
         layer = next(la for la in table.coverage.layers if la.name == name)
         for g, slices in enumerate(reference_slices(modules[name].weight, layer, option)):
-            assert len(slices) == option.groups == found.shape[1]
+            assert len(slices) == option.slices == found.shape[1]
             whole = np.linalg.norm(np.concatenate(slices, axis=1), 2)
             assert whole <= table.norms[name, option.fold] * (1 + 1e-9)
             for i, matrix in enumerate(slices):
@@ -153,7 +154,7 @@ def test_another_driver_gives_the_same_numbers(
 
 
 def options(table: rw.Table, name: str) -> set[tuple[str, int]]:
-    return {(o.fold, o.groups) for n, o in table.spectra if n == name}
+    return {(o.fold, o.slices) for n, o in table.spectra if n == name}
 
 
 def test_all_is_every_fold_and_every_divisor(table: rw.Table) -> None:
@@ -186,13 +187,13 @@ def test_explicit_groups(model: nn.Module, asked: Any, plain: set[int], grouped:
 @given(channels=st.integers(1, 60), k=st.integers(1, 80))
 def test_slices_are_as_many_as_fit(channels: int, k: int) -> None:
     """The paper's rule: slices of at most ⌈c/k⌉ channels, none empty, never more than asked for."""
-    width, real = slice_width(channels, k), real_groups(channels, k)
+    width, real = slice_width(channels, k), real_slices(channels, k)
     assert (real - 1) * width < channels <= real * width
     assert real <= k
-    assert real_groups(channels, real) == real
+    assert real_slices(channels, real) == real
     layer = rw.Layer("x", "Conv2d", 4, 2 * channels, (1, 1), groups=2)
-    assert groups_for(k, layer) == [max(d for d in divisors(channels) if d <= k)]
-    assert groups_for(k, rw.Layer("x", "Linear", 4, channels)) == [real]
+    assert slices_for(k, layer) == [max(d for d in divisors(channels) if d <= k)]
+    assert slices_for(k, rw.Layer("x", "Linear", 4, channels)) == [real]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_unknown_folds_are_refused(model: nn.Module, asked: Any) -> None:
 
 @pytest.mark.parametrize("asked", [0, -1, True, "x", "", None, 1.0, [], [0], [1, None], ["1"], [[1]], object()])
 def test_unknown_groups_are_refused(model: nn.Module, asked: Any) -> None:
-    assert "groups" in check_sentence(lambda: rw.build_table(model, groups=asked))
+    assert "slices" in check_sentence(lambda: rw.build_table(model, slices=asked))
 
 
 def test_a_table_says_what_it_does_not_have(model: nn.Module) -> None:
@@ -238,7 +239,7 @@ def test_a_table_says_what_it_does_not_have(model: nn.Module) -> None:
     budget = rw.Budget(params=0.8)
     assert "fhw│c" in check_sentence(lambda: rw.allocate(narrow, budget, folds=3))
     assert "slices" in check_sentence(lambda: rw.allocate(narrow, budget, groups=6))
-    assert "groups='any'" in check_sentence(lambda: rw.allocate(narrow, budget, groups="any"))
+    assert "slices='any'" in check_sentence(lambda: rw.allocate(narrow, budget, groups="any"))
     assert rw.allocate(narrow, budget, folds=0, groups=2).choices
 
 

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rankwise as rw
 from rankwise.core.layer import Call
-from rankwise.core.option import Cost, Option, full_rank
+from rankwise.core.option import Cost, Option
+from rankwise.decompositions import full_rank
 from rankwise.models import networks
 from rankwise.surgery.forward import undisturbed
 from rankwise.surgery.modules import mark_of

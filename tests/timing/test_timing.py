@@ -15,7 +15,8 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.__main__ import main
-from rankwise.core.option import Option, costs
+from rankwise.core.option import Option
+from rankwise.decompositions import costs
 from rankwise.planning.times import MARGIN, NANO, Times, rising
 from rankwise.timing import cache, cost_model
 from rankwise.timing.clock import Measured, Timing, race, read_timing, split_seconds, time_networks
@@ -52,7 +53,7 @@ def invented(table: rw.Table, seed: int, slow: float = 1.0) -> Times:
             ranks = sorted({1, most, *rng.integers(1, most + 1, 2).tolist()})
             if rng.random() < 0.8:
                 seconds = np.sort(rng.uniform(0.1, 1.5, len(ranks))) * layers[layer.name] * slow
-                pairs[layer.name, option.fold, option.groups] = (tuple(ranks), tuple(seconds.tolist()))
+                pairs[layer.name, option.fold, option.slices] = (tuple(ranks), tuple(seconds.tolist()))
     return Times(float(rng.uniform(1, 9)) / NANO * 1000, layers, pairs)
 
 

@@ -28,13 +28,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from rankwise.calibration.activations import batches
 from rankwise.calibration.output_metric import Influence, some_patches
 from rankwise.core.layer import Layer, canonical, stored
-from rankwise.core.option import FITTED
-from rankwise.decompositions import whitened_tucker
-from rankwise.decompositions.slices import pair_weights
-from rankwise.decompositions.whitened import fit, root_of, share_for, shrunk
+from rankwise.core.linalg import precise
+from rankwise.decompositions import METRIC, Target, of
+from rankwise.decompositions.whitened import root_of, share_for, shrunk
 from rankwise.planning.plan import Choice, Plan
 from rankwise.surgery.forward import run_example, undisturbed
-from rankwise.surgery.pairs import merge_pair, put_core_, put_weights_
+from rankwise.surgery.pairs import merge_pair, put_factors_
 from rankwise.surgery.replace import copy_model, match_layers, replace_layers_
 
 WORK = 4 * 10**12  # multiply-adds to spend on running both networks; one pass at least
@@ -51,12 +50,12 @@ def apply_fitted(
     seed: int = 0,
     work: int | None = None,
 ) -> nn.Module:
-    """A copy of the model that follows the plan, with what is FITTED to data fitted layer after layer.
+    """A copy of the model that follows the plan, with what is fitted to data fitted layer after layer.
 
     `least` is how far moments are drawn towards the identity at least. `work` is how many multiply-adds may be spent on
     running the networks, WORK unless given; with 0 nothing is run, and layers do not make up for each other.
     """
-    later = {choice.name for choice in plan.choices if choice.decomposition in FITTED}
+    later = {choice.name for choice in plan.choices if of(choice.option).needs == METRIC}
     tasks = [(choice, layer) for choice, layer in match_layers(model, plan) if choice.name in later]
     small = copy_model(model)
     replace_layers_(small, plan, fill=True, moments=moments, later=later)
@@ -98,15 +97,8 @@ def _fit_(
 ) -> None:
     metric = None if influence is None else root_of(influence.metric)
     pair: Any = small.get_submodule(layer.name)
-    if choice.option.cored:
-        put_core_(
-            pair,
-            *whitened_tucker.factors(target.weight, layer, choice.option, choice.rank, target.moment, metric),
-            layer,
-        )
-    else:
-        found = fit(target.weight, layer, choice.option, target.moment, metric, choice.rank)
-        put_weights_(pair, *pair_weights(*found.factors(choice.rank), layer, choice.option), layer)
+    wanted = Target(layer, target.weight, moment=target.moment, metric=metric)
+    put_factors_(pair, of(choice.option).factors(wanted, choice.option, choice.rank), layer)
     if influence is not None and target.inputs is not None and target.outputs is not None:
         merged: Any = merge_pair(pair)
         gap = target.outputs - _through(merged.weight, layer, target.inputs)
@@ -126,7 +118,7 @@ def _weights(model: nn.Module, layer: Layer) -> tuple[Tensor, Tensor]:
 
 def _through(weight: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
     """What a layer without its bias makes of one patch (G, d): (f,)."""
-    rows = canonical(weight.detach(), layer).flatten(2).to("cpu", torch.float64)
+    rows = precise(canonical(weight.detach(), layer).flatten(2))
     return (rows @ inputs[:, :, None]).flatten()
 
 
@@ -179,7 +171,7 @@ class _Sums:
     def add(self, layer: Layer, given: Tensor, wanted: Tensor) -> None:
         """Of inputs in the small network, and outputs of the original."""
         rows, there = some_patches(layer, given, wanted, self.random)
-        rows, there = rows.to("cpu", torch.float64), there.to("cpu", torch.float64)
+        rows, there = precise(rows), precise(there)
         self.square = self.square + rows.transpose(1, 2) @ rows
         self.count += rows.shape[1]
         self.inputs = self.inputs + rows.sum(1)
@@ -202,7 +194,7 @@ class _Sums:
         moment = shrunk(square, share)
         if not cross.ndim or not bool(moment.diagonal(dim1=1, dim2=2).sum(1).all()):
             return _Target(weight, moment, *means)
-        plain = canonical(weight, layer).flatten(2).to("cpu", torch.float64)
+        plain = precise(canonical(weight, layer).flatten(2))
         wanted = (1 - share) * cross + plain @ (moment - (1 - share) * square)
         solved = torch.linalg.solve(moment, wanted.transpose(1, 2)).transpose(1, 2)
         return _Target(stored(solved.reshape(layer.canonical_shape), layer), moment, *means)

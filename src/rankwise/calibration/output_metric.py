@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rankwise.calibration.activations import batches, check_finite, check_some, patch_size, patches, positions_of
 from rankwise.core.layer import Layer
+from rankwise.core.linalg import precise, zeros
 from rankwise.core.moments import Moments
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import run_example, tensors_of, undisturbed
@@ -114,7 +115,7 @@ def _find_means(model: nn.Module, batch: Any, layers: list[Layer], found: dict[s
 
 
 def _zeros(layer: Layer) -> Tensor:
-    return torch.zeros(layer.groups, layer.group_filters, layer.group_filters, dtype=torch.float64)
+    return zeros(layer.groups, layer.group_filters, layer.group_filters)
 
 
 def some_patches(layer: Layer, given: Tensor, output: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -175,6 +176,7 @@ def _add_metrics(
         gradients = torch.autograd.grad(total, [out for _, out in reached], retain_graph=True, allow_unused=True)
         for (layer, _), gradient in zip(reached, gradients, strict=True):
             if gradient is not None:
-                rows = positions_of(gradient, layer.dims).to("cpu", torch.float64)
+                rows = precise(positions_of(gradient, layer.dims))
                 groups = torch.unflatten(rows, 1, (layer.groups, -1)).transpose(0, 1)
-                found[layer.name].metric += groups.transpose(1, 2) @ groups
+                one = found[layer.name]
+                one.metric = one.metric.to(groups.device) + groups.transpose(1, 2) @ groups

@@ -38,8 +38,8 @@ from rankwise.compression import (
     with_multiple,
 )
 from rankwise.core.layer import Coverage
-from rankwise.core.option import DECOMPOSITIONS
 from rankwise.data.splits import load as load_data
+from rankwise.decompositions import DECOMPOSITIONS
 from rankwise.decompositions.clusters import CLUSTERINGS
 from rankwise.errors import RankwiseError
 from rankwise.methods import METHODS, needs_budget, needs_data, settings_for

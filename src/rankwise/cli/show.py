@@ -96,7 +96,7 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
     grid.add_column("layer", overflow="fold")
     for name in ("weight", "by", "fold"):
         grid.add_column(name)
-    for name in ("groups", "rank", f"error ({measure})", "params", "keep", "macs", "keep"):
+    for name in ("slices", "rank", f"error ({measure})", "params", "keep", "macs", "keep"):
         grid.add_column(name, justify="right")
     for entry in plan.choices:
         before, after = entry.before, entry.after
@@ -105,7 +105,7 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
             "×".join(map(str, entry.shape)),
             entry.decomposition,
             entry.fold,
-            str(entry.groups),
+            str(entry.slices),
             f"{entry.outer}×{entry.rank}" if entry.outer else str(entry.rank),
             f"{entry.error.get(measure, float('nan')):.4f}",
             count(after.params),

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rankwise.core.linalg import precise
+
 
 @dataclass
 class Moments:
@@ -21,12 +23,12 @@ class Moments:
         groups, n, d = samples.shape
         if not n:
             return
-        samples = samples.to("cpu", torch.float64)
+        samples = precise(samples)
         mean = samples.mean(dim=1)
         centred = samples - mean[:, None]
         scatter = centred.transpose(1, 2) @ centred
         if not self.count:
-            self.mean, self.scatter = torch.zeros(groups, d, dtype=torch.float64), torch.zeros_like(scatter)
+            self.mean, self.scatter = scatter.new_zeros(groups, d), torch.zeros_like(scatter)
         shift = mean - self.mean
         total = self.count + n
         self.scatter += scatter + shift[:, :, None] * shift[:, None, :] * (self.count * n / total)

@@ -1,4 +1,4 @@
-"""Which input channels belong together: the clusterings that the paper's supplement discusses for slices.
+"""`messi`: an svd of each of several clusters of input channels (Maalouf et al. 2021), and how they are found.
 
     consecutive         slices of ⌈c/k⌉ neighbours, what `alds` uses
     kmeans              channels with similar kernels: least Σ ‖A_c − mean of the cluster‖²
@@ -15,18 +15,36 @@ every channel goes to its nearest subspace, every subspace becomes the best one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.core.fold import fold_for
+from rankwise.core.fold import fold_for, kernel_sides
 from rankwise.core.layer import Layer
-from rankwise.core.option import Option, costs, groups_for, slice_width
-from rankwise.decompositions.slices import cut
+from rankwise.core.linalg import Array, array, eigenvalues, eigenvectors, precise, smaller_gram
+from rankwise.core.option import Option
+from rankwise.core.parts import Part
+from rankwise.core.slicing import Slices, slice_width, slices_for
+from rankwise.decompositions import slices
+from rankwise.decompositions.base import (
+    Alone,
+    Decomposition,
+    Factors,
+    Request,
+    Scores,
+    Target,
+    check_extras,
+    check_fold,
+    falling,
+)
 from rankwise.errors import RankwiseError
 
 CLUSTERINGS = ("consecutive", "kmeans", "projective", "projective-robust")
+DEFAULT = "projective"
 ROUNDS = 30
 SMALL = 256  # up to so many rows a subspace comes from eigenvectors, beyond from a step of orthogonal iteration
 # Rows × columns × dimension of a layer: with more than the first there are fewer starts, beyond the second none at all.
@@ -39,32 +57,123 @@ Clusters = tuple[tuple[int, ...], ...]
 Fit = Callable[[Tensor, Tensor, int, list[Tensor] | None], tuple[Tensor, list[Tensor]]]
 
 
+class ClusteredSlices(Decomposition):
+    """Gathered channels and one encoder for each cluster; a decoder for all of them.
+
+    A convolution with groups of its own has consecutive slices instead.
+    """
+
+    name = "messi"
+    about = "clusters of channels (3) that lie near a common subspace, the same keep in every layer"
+    timed_as = None  # gathering takes time that depends on the clusters
+    alone = Alone("energy", "constant", slices=3)
+
+    def full_rank(self, layer: Layer, option: Option) -> int:
+        return max(slices.slice_ranks(layer, option))
+
+    def parts(self, layer: Layer, option: Option, rank: Any) -> tuple[Part, ...]:
+        left, right = kernel_sides(option.fold)
+        ranks = [np.minimum(rank, full) for full in slices.slice_ranks(layer, option)]
+        middle = sum(ranks)
+        branches = tuple(zip(option.clusters, ranks, strict=True))
+        encoder = Part("encoder", right, layer.channels, middle, branches=branches)
+        return encoder, Part("decoder", left, middle, layer.filters, 1)
+
+    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
+        if layer.groups > 1:
+            return slices.DECOMPOSITION.wanted(layer, there, _consecutive(request))
+        counts = cluster_counts(request.slices, layer)
+        return [option for option in super().wanted(layer, there, request) if option.slices in counts]
+
+    def check(self, layer: Layer, option: Option, where: str) -> None:
+        check_fold(layer, option, where)
+        check_extras(option, where, clusters=True)
+        members = sorted(channel for cluster in option.clusters for channel in cluster)
+        whole = members == list(range(layer.channels)) and all(option.clusters)
+        if layer.groups > 1 or len(option.clusters) != option.slices or not whole:
+            raise RankwiseError(
+                f"{where} has clusters that do not name each of {layer.channels} channels once in {option.slices} "
+                f"clusters: make the plan again"
+            )
+
+    def score(self, target: Target, request: Request) -> Scores:
+        layer = target.layer
+        if layer.groups > 1:
+            return slices.DECOMPOSITION.score(target, _consecutive(request))
+        found = slices.score_slices(target, (), [fold_for(0, layer.dims)])
+        for k in cluster_counts(request.slices, layer):
+            for option in options(target.weight, layer, k, request):
+                found.spectra[option] = cluster_spectra(target.weight, layer, option)
+        return found
+
+    def output_errors(self, target: Target, options: Iterable[Option]) -> dict[Option, Array]:
+        return {option: falling(slices.lost_outputs(target, option)) for option in options}
+
+    def factors(self, target: Target, option: Option, rank: int) -> Factors:
+        """Each branch has only the channels of its cluster, and no more rank than that cluster can use."""
+        layer = target.layer
+        left, right = slices.factors(target.weight, layer, option, rank)
+        encoder, decoder = slices.pair_weights(left, right, layer, option)
+        sizes = zip(slices.widths(layer, option), slices.slice_ranks(layer, option), strict=True)
+        branches = [encoder[i : i + 1, : min(rank, full), :size] for i, (size, full) in enumerate(sizes)]
+        return Factors({"encoder": branches, "decoder": [decoder[:, :, _used(layer, option, rank)]]})
+
+    def compose(self, layer: Layer, option: Option, weights: Mapping[str, Sequence[Tensor]]) -> Tensor:
+        branches, decoder = weights["encoder"], weights["decoder"][0]
+        rank = max(branch.shape[1] for branch in branches)
+        widest = max(slices.widths(layer, option))
+        whole = decoder.new_zeros(option.slices, rank, widest, *branches[0].shape[3:])
+        for i, branch in enumerate(branches):
+            whole[i, : branch.shape[1], : branch.shape[2]] = branch[0]
+        wide = decoder.new_zeros(1, layer.filters, option.slices * rank, *decoder.shape[3:])
+        wide[:, :, _used(layer, option, rank)] = decoder
+        return slices.compose(whole, wide, layer, option)
+
+
+DECOMPOSITION = ClusteredSlices()
+
+
+def _consecutive(request: Request) -> Request:
+    return replace(request, folds=0)
+
+
+def _used(layer: Layer, option: Option, rank: int) -> Tensor:
+    """Which of the k·j channels between encoder and decoder there really are."""
+    full = torch.tensor(slices.slice_ranks(layer, option))
+    return (torch.arange(rank) < full[:, None]).flatten()
+
+
+def cluster_spectra(weight: Tensor, layer: Layer, option: Option) -> Array:
+    """Singular values of every cluster, (1, k, r + 1) like those of slices; narrow clusters end with zeros."""
+    values = eigenvalues(smaller_gram(precise(slices.cut(weight, layer, option)[0]))).sqrt()
+    return array(torch.constant_pad_nd(values[:, : DECOMPOSITION.full_rank(layer, option)], (0, 1))[None])
+
+
 def check_clustering(name: str) -> str:
     if name not in CLUSTERINGS:
         raise RankwiseError(f"unknown clustering {name!r}: the clusterings are {', '.join(CLUSTERINGS)}")
     return name
 
 
-def cluster_counts(groups: object, layer: Layer) -> list[int]:
+def cluster_counts(asked: Slices, layer: Layer) -> list[int]:
     """Numbers of clusters that a request such as 3, [3, 5] or "all" means: never more than there are channels."""
-    wanted = groups_for(groups, layer)  # type: ignore[arg-type]
-    if isinstance(groups, str):
+    wanted = slices_for(asked, layer)
+    if isinstance(asked, str):
         return wanted
-    asked = [groups] if isinstance(groups, int) else list(groups)  # type: ignore[call-overload]
-    return sorted({min(k, layer.channels) for k in asked})
+    numbers = [asked] if isinstance(asked, int) else list(asked)
+    return sorted({min(k, layer.channels) for k in numbers})
 
 
-def options(
-    weight: Tensor, layer: Layer, groups: int, clustering: str = "projective", seed: int = 0, starts: int = 5
-) -> list[Option]:
+def options(weight: Tensor, layer: Layer, count: int, request: Request | None = None) -> list[Option]:
     """The options of a layer without groups of its own: one for each clustering that was found.
 
     Subspaces have a dimension, and the best clusters depend on it, so a few are tried.
     """
-    check_clustering(clustering)
-    k = min(groups, layer.channels)
+    request = request or Request()
+    clustering, seed, starts = check_clustering(request.clustering or DEFAULT), request.seed, request.starts
+    k = min(count, layer.channels)
     fold = fold_for(0, layer.dims)
-    whole = cut(weight, layer, Option(fold, 1))[0, 0].to("cpu", torch.float64)
+    whole = precise(slices.cut(weight, layer, Option(fold, 1))[0, 0])
     columns = torch.unflatten(whole, 1, (layer.channels, -1))
     near = consecutive(layer.channels, k)
     # Neither needs a dimension, and a zero weight has nothing to cluster by.
@@ -84,7 +193,7 @@ def options(
             few = -(-j // columns.shape[2])  # channels that span j dimensions
             best = _search(columns, near, k, _subspaces(j, robust), few, seed, tries)
             found.append(best if robust else min(best, near, key=lambda c: _lost(columns, c, j)))
-    return [Option(fold, k, "messi", clusters=clusters) for clusters in dict.fromkeys(found)]
+    return [Option(fold, k, DECOMPOSITION.name, clusters=clusters) for clusters in dict.fromkeys(found)]
 
 
 def consecutive(channels: int, k: int) -> Clusters:
@@ -95,7 +204,8 @@ def consecutive(channels: int, k: int) -> Clusters:
 
 
 def _dimensions(layer: Layer, clusters: Clusters) -> list[int]:
-    params, _ = costs(layer, Option(fold_for(0, layer.dims), len(clusters), "messi", clusters=clusters))
+    option = Option(fold_for(0, layer.dims), len(clusters), DECOMPOSITION.name, clusters=clusters)
+    params, _ = DECOMPOSITION.costs(layer, option)
     most = max(1, int(params.searchsorted(layer.params)) - 1)
     return sorted({max(1, round(share * most)) for share in SHARES})
 
@@ -105,8 +215,7 @@ def _lost(columns: Tensor, clusters: Clusters, rank: int) -> float:
     lost = 0.0
     for members in clusters:
         mine = columns[:, list(members)].flatten(1)
-        small = mine @ mine.t() if len(mine) < mine.shape[1] else mine.t() @ mine
-        lost += float(torch.linalg.eigvalsh(small).clamp_min(0)[: max(0, len(small) - rank)].sum())
+        lost += float(eigenvalues(smaller_gram(mine)[None])[0, rank:].flip(0).sum())
     return lost
 
 
@@ -189,7 +298,7 @@ def _subspaces(rank: int, robust: bool) -> Fit:
         for i in range(k):
             mine = scaled[:, assigned == i].flatten(1)
             if len(mine) <= SMALL:
-                found.append(torch.linalg.eigh(mine @ mine.t())[1][:, -rank:])
+                found.append(eigenvectors(mine @ mine.t())[1][:, :rank].flip(1))
                 continue
             warm = state is not None and state[i].shape[1] == rank
             basis = state[i] if state is not None and warm else mine[:, :rank]

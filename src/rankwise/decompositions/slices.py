@@ -1,198 +1,187 @@
-"""Decompositions: slices of a weight, their spectra, their factors, and the way back.
+"""`svd`: slices of consecutive input channels, each decomposed on its own. The paper's decomposition.
 
-What scores an option and what builds it start from the same slices (`cut`): the channels are cut first,
-then each slice is folded. All numerics run in float64 on the CPU, from the smaller Gram matrix of a
-slice: several times faster than an SVD, and singular values are right to about 1e-8 of the largest
-(docs/math.md, "Spectra").
+What scores an option and what builds it start from the same slices (`cut`): the channels are cut first, then each slice
+is folded. Every slice is a matrix A ≈ U V of rank j; the V of all slices are one grouped encoder, the U side by side
+one decoder. Clusters of channels (clusters.py) are slices of gathered channels, so they share what is here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from rankwise.core.fold import from_matrix, kernel_sides, to_matrix
+from rankwise.core.fold import folds_for, from_matrix, kernel_sides, to_matrix
 from rankwise.core.layer import Layer, canonical, stored
-from rankwise.core.linalg import Array
-from rankwise.core.option import Option, full_rank, slice_width, widths
+from rankwise.core.linalg import Array, array, eigenvalues, factor
+from rankwise.core.option import Option
+from rankwise.core.parts import Part
+from rankwise.core.slicing import distinct_folds, long_axes, real_slices, slice_width, slices_for, taps
+from rankwise.decompositions.base import (
+    Decomposition,
+    Factors,
+    Request,
+    Scores,
+    Target,
+    check_extras,
+    check_fold,
+    falling,
+    patch_moment,
+)
+from rankwise.decompositions.spectra import spectra
 from rankwise.errors import RankwiseError
 
-# A weight is brought to float64 in blocks of about this many entries, so that it is never copied whole.
-BLOCK = 1 << 18
-LARGEST = 1e140  # float64 ends at 1.8e308, and Gram matrices hold sums of squares
-# Matrices from this size on go to LAPACK one by one: it works on a copy.
-LARGE = 128
+NAME = "svd"
 
 
-def check_finite(weight: Tensor, name: str) -> None:
-    """Refuse NaN, infinity and what would overflow, with the layer's name."""
-    weight = weight.detach()
-    if not bool(torch.isfinite(weight).all()):
-        bad = int((~torch.isfinite(weight)).sum())
+class Slices(Decomposition):
+    """One encoder with a group for each slice, one decoder for all of them."""
+
+    name = NAME
+    about = "svd of each slice of consecutive channels, from the weight alone"
+
+    def options(self, layer: Layer, request: Request) -> list[Option]:
+        """Every fold that gives another matrix, with every number of slices that is asked for."""
+        folds, slices = distinct_folds(layer, request.folds), slices_for(request.slices, layer)
+        return [Option(fold, k, self.name) for fold in folds for k in slices]
+
+    def full_rank(self, layer: Layer, option: Option) -> int:
+        return max(slice_ranks(layer, option))
+
+    def parts(self, layer: Layer, option: Option, rank: Any) -> tuple[Part, ...]:
+        left, right = kernel_sides(option.fold)
+        slices = layer.groups * option.slices
+        wide, middle = slices * max(widths(layer, option)), slices * rank
+        return Part("encoder", right, wide, middle, slices), Part("decoder", left, middle, layer.filters, layer.groups)
+
+    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
+        return narrowed(super().wanted(layer, there, request), layer, request)
+
+    def check(self, layer: Layer, option: Option, where: str) -> None:
+        check_fold(layer, option, where)
+        check_extras(option, where)
+        check_slices(layer, option, where)
+
+    def score(self, target: Target, request: Request) -> Scores:
+        return score_slices(target, self.options(target.layer, request))
+
+    def output_errors(self, target: Target, options: Iterable[Option]) -> dict[Option, Array]:
+        return {option: falling(lost_outputs(target, option)) for option in options}
+
+    def factors(self, target: Target, option: Option, rank: int) -> Factors:
+        left, right = factors(target.weight, target.layer, option, rank)
+        return pair_factors(left, right, target.layer, option)
+
+    def compose(self, layer: Layer, option: Option, weights: Mapping[str, Sequence[Tensor]]) -> Tensor:
+        return compose(weights["encoder"][0], weights["decoder"][0], layer, option)
+
+
+DECOMPOSITION = Slices()
+
+
+def widths(layer: Layer, option: Option) -> tuple[int, ...]:
+    """Channels that each slice of a group stores, padding included."""
+    if option.clusters:
+        return tuple(len(cluster) for cluster in option.clusters)
+    return (slice_width(layer.group_channels, option.slices),) * option.slices
+
+
+def slice_ranks(layer: Layer, option: Option) -> tuple[int, ...]:
+    """The rank at which each slice is whole."""
+    left, right = taps(layer, option.fold)
+    return tuple(min(layer.group_filters * left, width * right) for width in widths(layer, option))
+
+
+def check_slices(layer: Layer, option: Option, where: str) -> None:
+    channels = layer.group_channels
+    if not 1 <= option.slices <= channels or real_slices(channels, option.slices) != option.slices:
+        raise RankwiseError(f"{where} cuts {channels} channels into {option.slices} slices, which cannot be done")
+    if layer.groups > 1 and channels % option.slices:
         raise RankwiseError(
-            f"layer {name!r} has {bad} weights that are NaN or infinite: mend the checkpoint, or leave the "
-            f"layer alone with exclude=[{name!r}]"
+            f"{where} cuts {channels} channels of a grouped convolution into {option.slices} unequal slices: "
+            f"only divisors of {channels} can be built"
         )
-    if weight.numel() and float(weight.abs().max()) > LARGEST:
-        raise RankwiseError(f"layer {name!r} has weights above {LARGEST:g}, whose squares overflow: rescale them")
+
+
+def narrowed(there: list[Option], layer: Layer, request: Request, screened: bool = False) -> list[Option]:
+    """Those options that have one of the folds and one of the numbers of slices that are asked for.
+
+    None may be missing, unless they were `screened`: of large layers only what is worth it is fitted.
+    """
+    everything = there
+    if request.slices != "all":
+        ks = slices_for(request.slices, layer)
+        missing = sorted(set(ks) - {o.slices for o in there})
+        if missing and there and not screened:
+            raise RankwiseError(
+                f"the table has no spectra for {missing[0]} slices of layer {layer.name!r}: "
+                f"build it with slices={request.slices!r}"
+            )
+        there = [o for o in there if o.slices in ks]
+    if request.folds != "all":
+        # Folds of one matrix are stored once, so compare what they do to axes longer than 1.
+        asked = {long_axes(layer, f): f for f in folds_for(request.folds, layer.dims)}
+        missing_folds = set(asked) - {long_axes(layer, o.fold) for o in everything}
+        if missing_folds and everything and not screened:
+            fold = asked[missing_folds.pop()]
+            raise RankwiseError(
+                f"the table has no spectra for the fold {fold} of {layer.name!r}: build it with that fold"
+            )
+        there = [o for o in there if long_axes(layer, o.fold) in asked]
+    return there
+
+
+def score_slices(target: Target, options: Iterable[Option], folds: Iterable[str] = ()) -> Scores:
+    """The spectra of slices, and ‖W‖₂ of their folds and of those in `folds` (one slice holds it)."""
+    found = Scores()
+    by_fold: dict[str, list[Option]] = {fold: [] for fold in folds}
+    for option in options:
+        by_fold.setdefault(option.fold, []).append(option)
+    for fold, mine in by_fold.items():
+        arrays = spectra(target.weight, target.layer, fold, sorted({1, *(o.slices for o in mine)}))
+        found.norms[fold] = float(arrays[1].max())
+        found.spectra.update({option: arrays[option.slices] for option in mine})
+    return found
 
 
 def cut(weight: Tensor, layer: Layer, option: Option) -> Tensor:
     """The slices of a weight as matrices: (G, k, rows, columns), zeros where a slice is narrower than the widest."""
     whole = canonical(weight.detach(), layer)
     if option.clusters:
-        whole = torch.constant_pad_nd(whole, [0, 0] * layer.dims + [0, 1])[:, :, _places(layer, option)]
-    missing = option.groups * max(widths(layer, option)) - whole.shape[2]
+        whole = torch.constant_pad_nd(whole, [0, 0] * layer.dims + [0, 1])[:, :, places(layer, option)]
+    missing = option.slices * max(widths(layer, option)) - whole.shape[2]
     if missing:
         whole = torch.constant_pad_nd(whole, [0, 0] * layer.dims + [0, missing])
     matrix = to_matrix(whole, option.fold)
-    return torch.unflatten(matrix, 2, (option.groups, -1)).transpose(1, 2)
+    return torch.unflatten(matrix, 2, (option.slices, -1)).transpose(1, 2)
 
 
-def _places(layer: Layer, option: Option) -> Tensor:
+def places(layer: Layer, option: Option) -> Tensor:
     """The channels of one cluster after the other, each filled up with the channel behind the last one."""
     wide = max(widths(layer, option))
     filled = [[*cluster, *[layer.channels] * (wide - len(cluster))] for cluster in option.clusters]
     return torch.tensor(filled).flatten()
 
 
-def gram(weight: Tensor, fold: str, inner: bool) -> Tensor:
-    """AᵀA (inner) or AAᵀ in float64, for A the folded matrix of a weight (f, c, *kernel).
-
-    Summed up over blocks of filters or of channels, whichever are added up by the product.
-    """
-    axis = 0 if inner else 1
-    step = max(1, BLOCK * weight.shape[axis] // max(1, weight.numel()))
-    total: Tensor | None = None
-    for block in torch.split(weight, step, dim=axis):
-        part = to_matrix(block[None], fold)[0].to("cpu", torch.float64)
-        part = part if inner else part.t()
-        total = part.t() @ part if total is None else total.addmm_(part.t(), part)
-    assert total is not None, "a weight has at least one filter and one channel"
-    return total
-
-
-def _eigenvalues(matrices: Tensor) -> Tensor:
-    """Eigenvalues of positive semi-definite matrices (n, m, m), largest first, never negative."""
-    if matrices.shape[-1] >= LARGE and len(matrices) > 1:
-        return torch.cat([_eigenvalues(m) for m in torch.split(matrices, 1)])
-    try:
-        values: Tensor = torch.linalg.eigvalsh(matrices).flip(-1)
-    except LinAlgError:
-        values = torch.linalg.svdvals(matrices)  # another driver; the same numbers for such matrices
-    return values.clamp_min(0)
-
-
-def _chains(widths: Iterable[int]) -> list[list[int]]:
-    """Widths in descending order, grouped so that within a chain each one divides the one before."""
-    chains: list[list[int]] = []
-    for width in sorted(widths, reverse=True):
-        for chain in chains:
-            if chain[-1] % width == 0:
-                chain.append(width)
-                break
-        else:
-            chains.append([width])
-    return chains
-
-
-def _inner_grams(weight: Tensor, fold: str, chain: list[int], columns: int) -> Iterator[tuple[int, Tensor]]:
-    """AᵀA of the slices, for each width of a chain: narrow ones are the diagonal blocks of wide ones."""
-    for piece in torch.split(weight, chain[0], dim=1):
-        whole = gram(piece, fold, inner=True)
-        missing = chain[0] * columns - len(whole)  # the last slice may be narrower: zeros add eigenvalues 0
-        whole = torch.constant_pad_nd(whole, (0, missing, 0, missing)) if missing else whole
-        for width in chain:
-            size = width * columns
-            parts = chain[0] // width
-            blocks = whole.reshape(parts, size, parts, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-            yield width, blocks[: -(-piece.shape[1] // width)]
-
-
-def _outer_grams(weight: Tensor, fold: str, chain: list[int]) -> Iterator[tuple[int, Tensor]]:
-    """AAᵀ of the slices, for each width of a chain: wide ones are the sums of narrow ones."""
-    sums: dict[int, Tensor] = {}
-    pieces = torch.split(weight, chain[-1], dim=1)
-    for done, piece in enumerate(pieces, start=1):
-        one = gram(piece, fold, inner=False)
-        yield chain[-1], one[None]
-        for width in chain[:-1]:
-            sums[width] = sums[width].add_(one) if width in sums else one.clone()
-            if done * chain[-1] % width == 0 or done == len(pieces):
-                yield width, sums.pop(width)[None]
-
-
-def _grams(weight: Tensor, fold: str, widths: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-    """The smaller Gram matrices of all slices of a weight (f, c, *kernel), for each width in channels.
-
-    Only the widest AᵀA and the narrowest AAᵀ of a chain are multiplied out; few are in memory at a time.
-    """
-    rows, columns = to_matrix(weight[None, :, :1], fold).shape[1:]  # columns of one channel
-    for chain in _chains(w for w in widths if w * columns <= rows):
-        yield from _inner_grams(weight, fold, chain, columns)
-    for chain in _chains(w for w in widths if w * columns > rows):
-        yield from _outer_grams(weight, fold, chain)
-
-
-def spectra(weight: Tensor, layer: Layer, fold: str, groups: Iterable[int]) -> dict[int, Array]:
-    """Singular values of every slice, for each number of slices.
-
-    Each array has shape (G, k, r + 1): entry j is σ_{j+1}, the first singular value that rank j drops, and
-    the last one is 0: at full rank nothing is dropped.
-    """
-    widths = {slice_width(layer.group_channels, k): k for k in groups}
-    found: dict[int, list[Tensor]] = {k: [] for k in groups}
-    for group in canonical(weight.detach(), layer):
-        for width, grams in _grams(group, fold, widths):
-            found[widths[width]].append(torch.constant_pad_nd(_eigenvalues(grams).sqrt(), (0, 1)))
-    return {k: torch.unflatten(torch.cat(parts), 0, (layer.groups, k)).numpy() for k, parts in found.items()}
-
-
-def cluster_spectra(weight: Tensor, layer: Layer, option: Option) -> Array:
-    """Singular values of every cluster, (1, k, r + 1) like those of slices; narrow clusters end with zeros."""
-    slices = cut(weight, layer, option)[0].to("cpu", torch.float64)
-    small = slices @ slices.mT if slices.shape[1] < slices.shape[2] else slices.mT @ slices
-    values = _eigenvalues(small).sqrt()[:, : full_rank(layer, option)]
-    return torch.constant_pad_nd(values, (0, 1))[None].numpy()
-
-
-def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A = U V with orthonormal columns in U and V = ΣVᵀ, strongest first, signs made canonical."""
-    matrix = matrix.to("cpu", torch.float64)
-    wide = matrix.shape[0] < matrix.shape[1]
-    small = matrix @ matrix.t() if wide else matrix.t() @ matrix
-    try:
-        vectors = torch.linalg.eigh(small)[1].flip(-1)
-    except LinAlgError:
-        vectors = torch.linalg.svd(small)[0]
-    if wide:
-        left, right = vectors, vectors.t() @ matrix
-    else:
-        left = matrix @ vectors
-        sigma = left.norm(dim=0)
-        # A direction with σ = 0 has no left vector; zeros there leave the product as it is.
-        left = left / sigma.where(sigma > 0, torch.ones_like(sigma))
-        right = sigma[:, None] * vectors.t()
-    peak = left.gather(0, left.abs().argmax(dim=0, keepdim=True)).squeeze(0)
-    sign = torch.where(peak < 0, -1.0, 1.0).to(left)
-    return left * sign, right * sign[:, None]
-
-
 def factors(weight: Tensor, layer: Layer, option: Option, rank: int | None = None) -> tuple[Tensor, Tensor]:
     """U (G, k, rows, j) and V (G, k, j, columns) of every slice in float64; all of them without a rank."""
     slices = cut(weight, layer, option)
-    pairs = [_factor(s) for s in slices.flatten(0, 1)]
+    pairs = [factor(s) for s in slices.flatten(0, 1)]
     left = torch.unflatten(torch.stack([u[:, :rank] for u, _ in pairs]), 0, slices.shape[:2])
     right = torch.unflatten(torch.stack([v[:rank] for _, v in pairs]), 0, slices.shape[:2])
     return left, right
 
 
+def pair_factors(left: Tensor, right: Tensor, layer: Layer, option: Option, bias: Tensor | None = None) -> Factors:
+    encoder, decoder = pair_weights(left, right, layer, option)
+    return Factors({"encoder": [encoder], "decoder": [decoder]}, bias)
+
+
 def pair_weights(left: Tensor, right: Tensor, layer: Layer, option: Option) -> tuple[Tensor, Tensor]:
-    """The factors as weights of two layers, in canonical layout, each with its half of Σ.
+    """The factors as weights of two layers, in canonical layout, each with its half of Σ; columns of U have norm 1.
 
     The paper gives all of Σ to the encoder. Sharing √σ is the same product; it keeps both within the range
     of float16, and retraining with weight decay treats both alike.
@@ -204,7 +193,7 @@ def pair_weights(left: Tensor, right: Tensor, layer: Layer, option: Option) -> t
     root = right.norm(dim=-1).sqrt()
     left, right = left * root[..., None, :], right / root.where(root > 0, torch.ones_like(root))[..., None]
     rank = left.shape[-1]
-    n = layer.groups * option.groups
+    n = layer.groups * option.slices
     width = max(widths(layer, option))
     here = [layer.kernel[a] if a in right_axes else 1 for a in range(layer.dims)]
     there = [layer.kernel[a] if a in left_axes else 1 for a in range(layer.dims)]
@@ -218,28 +207,16 @@ def pair_weights(left: Tensor, right: Tensor, layer: Layer, option: Option) -> t
 def compose(encoder: Tensor, decoder: Tensor, layer: Layer, option: Option) -> Tensor:
     """The dense weight that a pair stands for, in the layer's own layout; inverse of `pair_weights`."""
     _, rank, width = encoder.shape[:3]
-    right = encoder.reshape(layer.groups, option.groups, rank, -1)
-    left = torch.unflatten(to_matrix(decoder, option.fold), 2, (option.groups, rank)).transpose(1, 2)
+    right = encoder.reshape(layer.groups, option.slices, rank, -1)
+    left = torch.unflatten(to_matrix(decoder, option.fold), 2, (option.slices, rank)).transpose(1, 2)
     matrix = (left @ right).transpose(1, 2).flatten(2)
-    shape = (layer.groups, layer.group_filters, option.groups * width, *layer.kernel)
+    shape = (layer.groups, layer.group_filters, option.slices * width, *layer.kernel)
     whole = from_matrix(matrix, option.fold, shape)
     if option.clusters:
         gathered = torch.zeros_like(whole[:, :, : layer.channels + 1])
-        gathered[:, :, _places(layer, option)] = whole  # what was filled up lands behind the last channel
+        gathered[:, :, places(layer, option)] = whole  # what was filled up lands behind the last channel
         whole = gathered
     return stored(whole[:, :, : layer.group_channels], layer).contiguous()
-
-
-def spread(right: Tensor, layer: Layer, option: Option) -> Tensor:
-    """Right factors of one group's slices, (k, j, columns) → (k, j, columns of all channels) with zeros elsewhere."""
-    k, rank, columns = right.shape
-    wide = max(widths(layer, option))
-    each = columns // wide
-    places = _places(layer, option) if option.clusters else torch.arange(k * wide)
-    whole = right.new_zeros(k, rank, max(k * wide, layer.group_channels + 1), each)
-    for i, (mine, slots) in enumerate(zip(right, torch.split(places, wide), strict=True)):
-        whole[i, :, slots] = mine.reshape(rank, wide, each)
-    return whole[:, :, : layer.group_channels].flatten(2)
 
 
 def residual_norm(left: Tensor, right: Tensor, rank: int) -> float:
@@ -248,5 +225,49 @@ def residual_norm(left: Tensor, right: Tensor, rank: int) -> float:
     worst = 0.0
     for group in rest.transpose(1, 2).flatten(2):
         small = group @ group.t() if group.shape[0] <= group.shape[1] else group.t() @ group
-        worst = max(worst, float(_eigenvalues(small[None])[0, 0]))
+        worst = max(worst, float(eigenvalues(small[None])[0, 0]))
     return math.sqrt(worst)
+
+
+def lost_outputs(target: Target, option: Option) -> Array:
+    """E ‖(W − Ŵ) x‖² by rank, for the svd of slices or clusters, over `target.inputs`."""
+    assert target.inputs is not None, "the measure output was asked for with calibration data"
+    layer = target.layer
+    left, right = factors(target.weight, layer, option)
+    rank = left.shape[-1]
+    blocks = _blocks(layer, option, patch_moment(layer, target.inputs.second_moment))
+    lost = left.new_zeros(rank, rank)
+    for l, r, m in zip(left, right, blocks, strict=True):
+        # components in the order (rank, slice), so that a rank is one block of k
+        wide = _spread(r, layer, option).transpose(0, 1).flatten(0, 1)
+        rows = torch.unflatten(l, 1, (layer.group_filters, -1)).permute(2, 1, 3, 0).flatten(2)  # (taps, f, rank·k)
+        for a in range(len(m)):
+            for b in range(a + 1):
+                both = (wide @ m[a, :, b] @ wide.t()) * (rows[a].t() @ rows[b])
+                part = both.reshape(rank, option.slices, rank, option.slices).sum(dim=(1, 3))
+                lost += part if a == b else part + part.t()
+    ends = lost.flip(0, 1).cumsum(0).cumsum(1).flip(0, 1).diagonal()
+    return array(torch.constant_pad_nd(ends, (0, 1)))
+
+
+def _spread(right: Tensor, layer: Layer, option: Option) -> Tensor:
+    """Right factors of one group's slices, (k, j, columns) → (k, j, columns of all channels) with zeros elsewhere."""
+    k, rank, columns = right.shape
+    wide = max(widths(layer, option))
+    each = columns // wide
+    slots_of = places(layer, option) if option.clusters else torch.arange(k * wide)
+    whole = right.new_zeros(k, rank, max(k * wide, layer.group_channels + 1), each)
+    for i, (mine, slots) in enumerate(zip(right, torch.split(slots_of, wide), strict=True)):
+        whole[i, :, slots] = mine.reshape(rank, wide, each)
+    return whole[:, :, : layer.group_channels].flatten(2)
+
+
+def _blocks(layer: Layer, option: Option, moment: Tensor) -> Tensor:
+    """(G, left taps, c·right taps, left taps, c·right taps)."""
+    left, right = kernel_sides(option.fold)
+    n, c = layer.dims, layer.group_channels
+    whole = moment.reshape(-1, c, *layer.kernel, c, *layer.kernel)
+    here = [*(2 + a for a in left), 1, *(2 + a for a in right)]
+    there = [i + n + 1 for i in here]
+    outer, inner = taps(layer, option.fold)
+    return whole.permute(0, *here, *there).reshape(-1, outer, c * inner, outer, c * inner)

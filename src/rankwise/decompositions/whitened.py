@@ -1,4 +1,4 @@
-"""Factors in the metric of data: of what flows into a layer, and of what the network makes of what flows out.
+"""`whitened`: slices in the metric of data, of what flows into a layer and of what the network makes of what flows out.
 
 With M = E[x xᵀ] of the patches a layer sees and a metric SᵀS of its outputs, an approximation costs
 
@@ -11,15 +11,16 @@ With M = E[x xᵀ] of the patches a layer sees and a metric SᵀS of its outputs
 
 The features of rank j are a part of those of rank j + 1, so one Cholesky factorisation of their second moments gives
 the errors of all ranks: row by row, what each rank explains. M is drawn a little towards a multiple of the identity,
-which is what keeps few samples from being taken at their word.
+so that few samples do not decide alone (shrinkage).
 
 A transposed convolution spreads each input over its taps; every tap is an output of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +28,95 @@ from torch import Tensor
 
 from rankwise.core.fold import kernel_sides, to_matrix
 from rankwise.core.layer import Layer, canonical
-from rankwise.core.linalg import Array
-from rankwise.core.option import Option, taps
+from rankwise.core.linalg import Array, array, cholesky, eigenvectors, eye_like, precise, tail
+from rankwise.core.option import Option
+from rankwise.core.parts import Part
+from rankwise.core.slicing import taps
+from rankwise.decompositions import slices
+from rankwise.decompositions.base import METRIC, Decomposition, Factors, Request, Scores, Target
 from rankwise.decompositions.slices import cut
 
 FLOOR = 1e-6  # of the mean, added to eigenvalues: a direction that was never seen costs a little
 JITTER = 1e-9  # of the mean diagonal, so that dependent features do not stop Cholesky
+
+
+# Up to this many inputs to a filter every option is fitted; beyond, those whose rough error is within SLACK of the best
+# at one of ROOMS costs. On ResNet20 a slack of 1.1 keeps what all options together can reach to 3.5 % on average, 1.25
+# keeps all of it.
+SMALL, SLACK, ROOMS = 1_000, 1.1, 40
+
+
+class Whitened(Decomposition):
+    """The same pairs as slices have, fitted."""
+
+    name = "whitened"
+    about = "the same slices as svd, in the metric of calibration data"
+    needs = METRIC
+
+    def full_rank(self, layer: Layer, option: Option) -> int:
+        return slices.DECOMPOSITION.full_rank(layer, option)
+
+    def parts(self, layer: Layer, option: Option, rank: Any) -> tuple[Part, ...]:
+        return slices.DECOMPOSITION.parts(layer, option, rank)
+
+    def check(self, layer: Layer, option: Option, where: str) -> None:
+        slices.DECOMPOSITION.check(layer, option, where)
+
+    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
+        return slices.narrowed(super().wanted(layer, there, request), layer, request, screened=True)
+
+    def score(self, target: Target, request: Request) -> Scores:
+        """The measure `effect`, up to the largest rank that is smaller than the layer in one unit or the other."""
+        plain = slices.DECOMPOSITION.options(target.layer, request)
+        options = [Option(option.fold, option.slices, self.name) for option in plain]
+        found = Scores()
+        for option in worth_fitting(target, options):
+            fitted = fit(target, option, smaller_ranks(target.layer, option))
+            found.given[option] = {"effect": fitted.errors}
+        return found
+
+    def factors(self, target: Target, option: Option, rank: int) -> Factors:
+        if target.moment is None:
+            return slices.DECOMPOSITION.factors(target, option, rank)
+        left, right = fit(target, option, rank).factors(rank)
+        # Columns of norm 1 in the decoder, so that each part gets its half of Σ.
+        size = left.norm(dim=-2)
+        left = left / size.where(size > 0, torch.ones_like(size))[..., None, :]
+        return slices.pair_factors(left, right * size[..., None], target.layer, option)
+
+    def compose(self, layer: Layer, option: Option, weights: Mapping[str, Sequence[Tensor]]) -> Tensor:
+        return slices.DECOMPOSITION.compose(layer, option, weights)
+
+
+DECOMPOSITION = Whitened()
+
+
+def worth_fitting(target: Target, options: list[Option]) -> list[Option]:
+    """All options of a small layer; of a large one those that are among the best for some cost by a rough measure."""
+    layer = target.layer
+    assert target.moment is not None, "effects are measured on data"
+    if target.moment.shape[-1] <= SMALL:
+        return options
+    errors = [rough_errors(target, option) for option in options]
+    near: set[int] = set()
+    for unit, whole in enumerate((layer.params, layer.macs)):
+        by_rank = [cost for option in options if (cost := DECOMPOSITION.costs(layer, option)[unit]) is not None]
+        if not whole or len(by_rank) < len(options):
+            continue
+        rooms = np.linspace(0, whole, ROOMS + 2)[1:-1]
+        fits = [cost.searchsorted(rooms, side="right") - 1 for cost in by_rank]  # the largest rank for each room
+        at = np.array([error[rank.clip(0, len(error) - 1)] for rank, error in zip(fits, errors, strict=True)])
+        near |= set(np.flatnonzero((at <= SLACK * at.min(axis=0)).any(axis=1)))
+    return [options[i] for i in sorted(near)] or options
+
+
+def smaller_ranks(layer: Layer, option: Option) -> int:
+    """The largest rank at which the pair is smaller than the layer in params or macs; beyond, errors are not needed."""
+    params, macs = DECOMPOSITION.costs(layer, option)
+    ranks = [int(params.searchsorted(layer.params)) - 1]
+    if macs is not None and layer.macs:
+        ranks.append(int(macs.searchsorted(layer.macs)) - 1)
+    return max(1, *ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,80 +142,71 @@ class Fitted:
         return torch.stack(lefts), self.encoder[:, :, :rank]
 
 
-def fit(
-    weight: Tensor,
-    layer: Layer,
-    option: Option,
-    moment: Tensor,
-    metric: Tensor | None = None,
-    most: int | None = None,
-) -> Fitted:
-    """All ranks at once, or those up to `most`. `moment` is (G, d, d) of the patches, `metric` S as (G, f/G, f/G)."""
+def fit(target: Target, option: Option, most: int | None = None) -> Fitted:
+    """All ranks at once, or those up to `most`, by `target.moment` (G, d, d) and `target.metric` S (G, f/G, f/G)."""
     found, roots, crosses = [], [], []
     errors = np.zeros(1)
-    for slices, rows, blocks, scale in parts(weight, layer, option, moment, metric):
-        encoder = encoders(slices, scale, blocks)[:, :most]
+    for matrices, rows, blocks, scale in groups_of(target, option):
+        encoder = encoders(matrices, scale, blocks)[:, :most]
         root, cross = features(rows, encoder, blocks)
-        errors = errors + _errors(rows, scale, blocks, root, cross, encoder.shape[1])
+        errors = errors + _errors(rows, scale, blocks, (root, cross), encoder.shape[1])
         found.append(encoder)
         roots.append(root)
         crosses.append(cross)
-    rows_of_slice = layer.group_filters * taps(layer, option)[0]
+    rows_of_slice = target.layer.group_filters * taps(target.layer, option.fold)[0]
     return Fitted(torch.stack(found), tuple(roots), tuple(crosses), errors, rows_of_slice)
 
 
-def parts(
-    weight: Tensor, layer: Layer, option: Option, moment: Tensor, metric: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+def groups_of(target: Target, option: Option) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """For each group: its slices (k, rows, columns), the weight (outputs, taps, c·taps), blocks of M, and S."""
-    sliced = cut(weight, layer, option).to("cpu", torch.float64)
-    left = taps(layer, option)[0]
-    whole = to_matrix(canonical(weight.detach(), layer), option.fold).to("cpu", torch.float64)
+    layer, weight, moment, metric = target.layer, target.weight, target.moment, target.metric
+    assert moment is not None, "whoever fits has seen data"
+    sliced = precise(cut(weight, layer, option))
+    left = taps(layer, option.fold)[0]
+    whole = precise(to_matrix(canonical(weight.detach(), layer), option.fold))
     whole = whole.reshape(layer.groups, layer.group_filters, left, -1)
-    for g, slices in enumerate(sliced):
+    for g, matrices in enumerate(sliced):
         rows, scale = whole[g], None if metric is None else metric[g]
         if layer.transposed:
             rows = rows.reshape(-1, 1, rows.shape[-1])
-            scale = None if scale is None else torch.kron(scale, torch.eye(left, dtype=scale.dtype))
-        yield slices, rows, _blocks(layer, option, moment[g]), scale
+            scale = None if scale is None else torch.kron(scale, torch.eye(left).to(scale))
+        yield matrices, rows, _blocks(layer, option, moment[g]), scale
 
 
 def _blocks(layer: Layer, option: Option, moment: Tensor) -> Tensor:
     """M as (taps of the decoder, c·taps of the encoder, the same again)."""
     left, right = kernel_sides(option.fold)
-    outer, inner = taps(layer, option)
+    outer, inner = taps(layer, option.fold)
     c, n = layer.group_channels, layer.dims
     if layer.transposed:
-        return torch.kron(moment, torch.eye(inner, dtype=moment.dtype))[None, :, None]
+        return torch.kron(moment, torch.eye(inner).to(moment))[None, :, None]
     here = [*(1 + a for a in left), 0, *(1 + a for a in right)]
     turned = moment.reshape(c, *layer.kernel, c, *layer.kernel).permute(*here, *(i + n + 1 for i in here))
     return turned.reshape(outer, c * inner, outer, c * inner)
 
 
-def rough_errors(weight: Tensor, layer: Layer, option: Option, moment: Tensor, metric: Tensor) -> Array:
+def rough_errors(target: Target, option: Option) -> Array:
     """By rank, what the pair would lose if slices and taps were independent: the energy that encoders leave behind.
 
     No decoder is fitted, so it takes a fraction of the time. Options of one layer come in nearly the same order.
     """
     lost = np.zeros(1)
-    for slices, _, blocks, scale in parts(weight, layer, option, moment, metric):
-        energy = torch.stack([torch.linalg.eigvalsh(_gram(*each)[0]) for each in _turned(slices, scale, blocks)])
-        strongest = energy.clamp_min(0).sum(0).numpy()[::-1]
-        lost = lost + np.append(np.cumsum(strongest[::-1])[::-1], 0.0)
+    for matrices, _, blocks, scale in groups_of(target, option):
+        energy = torch.stack([torch.linalg.eigvalsh(_gram(*each)[0]) for each in _turned(matrices, scale, blocks)])
+        lost = lost + tail(array(energy.clamp_min(0).sum(0))[::-1])
     return lost
 
 
-def encoders(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+def encoders(matrices: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
     """(k, r, columns), strongest first. `scale` may have fewer rows than there are outputs.
 
     For A = S W_i and M_i = C Cᵀ: the leading right singular vectors of A C, times C⁻¹. From the left ones they are
     UᵀA / σ, so that a wide slice needs no root of M_i at all.
     """
     found = []
-    for matrix, moment in _turned(slices, scale, blocks):
+    for matrix, moment in _turned(matrices, scale, blocks):
         gram, root = _gram(matrix, moment)
-        values, vectors = torch.linalg.eigh(gram)
-        values, vectors = values.flip(0), vectors.flip(1)
+        values, vectors = eigenvectors(gram)
         if root is None:
             real = values > 1e-14 * values[0].clamp_min(0)  # the others have no energy and are never needed
             found.append(torch.where(real, values.clamp_min(1e-300).rsqrt(), 0.0)[:, None] * (vectors.t() @ matrix))
@@ -140,19 +215,19 @@ def encoders(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def _turned(slices: Tensor, scale: Tensor | None, blocks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _turned(matrices: Tensor, scale: Tensor | None, blocks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """A = S W_i and M_i of each slice; M_i is the mean over the taps that the decoder owns."""
     same = blocks.diagonal(dim1=0, dim2=2).mean(-1)
-    k, _, columns = slices.shape
+    k, _, columns = matrices.shape
     missing = k * columns - len(same)
     if missing:
         same = torch.constant_pad_nd(same, (0, missing, 0, missing))
     least = FLOOR * float(same.diagonal().mean()) or 1.0  # nothing was seen: any unit will do
-    for i, matrix in enumerate(slices):
+    for i, matrix in enumerate(matrices):
         here = slice(i * columns, (i + 1) * columns)
         if scale is not None:
             matrix = (scale @ matrix.reshape(scale.shape[1], -1)).reshape(-1, columns)
-        yield matrix, same[here, here] + least * torch.eye(columns, dtype=same.dtype)
+        yield matrix, same[here, here] + least * eye_like(same[here, here])
 
 
 def _gram(matrix: Tensor, moment: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -182,17 +257,14 @@ def features(rows: Tensor, encoder: Tensor, blocks: Tensor) -> tuple[Tensor, Ten
     turned = torch.unflatten(rows, 2, (k, columns)).permute(0, 2, 3, 1)  # (f, l, x, a)
     cross = turned.reshape(len(rows), -1) @ seen.reshape(k * columns * taps, -1)
     small = JITTER * max(1.0, float(square.diagonal().mean()))
-    for more in (1.0, 10.0, 100.0):
-        root, info = torch.linalg.cholesky_ex(square + more * small * torch.eye(len(square), dtype=square.dtype))
-        if not int(info):
-            return root, cross
-    return torch.linalg.cholesky(square + 1e3 * small * torch.eye(len(square), dtype=square.dtype)), cross
+    return cholesky(square, small), cross
 
 
-def _errors(rows: Tensor, scale: Tensor | None, blocks: Tensor, root: Tensor, cross: Tensor, rank: int) -> Array:
+def _errors(rows: Tensor, scale: Tensor | None, blocks: Tensor, seen: tuple[Tensor, Tensor], rank: int) -> Array:
+    root, cross = seen
     measured = cross if scale is None else scale @ cross
     explained = torch.linalg.solve_triangular(root, measured.t(), upper=False).square().sum(1)
-    by_rank = explained.reshape(rank, -1).sum(1).cumsum(0).numpy()
+    by_rank = array(explained.reshape(rank, -1).sum(1).cumsum(0))
     outputs = rows if scale is None else torch.einsum("gf,fax->gax", scale, rows)
     total = float(torch.einsum("fax,axby,fby->", outputs, blocks, outputs))
     return np.minimum.accumulate(np.maximum(0.0, total - np.append(0.0, by_rank)))
@@ -201,7 +273,7 @@ def _errors(rows: Tensor, scale: Tensor | None, blocks: Tensor, root: Tensor, cr
 def shrunk(moment: Tensor, share: float) -> Tensor:
     """(1 − share) · M + share · mean variance · I, for each group."""
     mean = moment.diagonal(dim1=1, dim2=2).mean(1)
-    return (1 - share) * moment + share * mean[:, None, None] * torch.eye(moment.shape[-1], dtype=moment.dtype)
+    return (1 - share) * moment + share * mean[:, None, None] * eye_like(moment)
 
 
 def share_for(count: int, size: int) -> float:
@@ -211,6 +283,7 @@ def share_for(count: int, size: int) -> float:
 
 def root_of(metric: Tensor) -> Tensor:
     """S with SᵀS the metric (G, f, f), drawn a little towards the identity."""
-    values, vectors = torch.linalg.eigh(shrunk(metric, 1e-3))
+    values, vectors = eigenvectors(shrunk(metric, 1e-3))
+    values, vectors = values.flip(-1), vectors.flip(-1)  # weakest first, so that small numbers are added up first
     root: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
     return root

@@ -1,6 +1,6 @@
-"""Tucker-2 in the metric of data: 1×1, a core with the layer's own kernel, 1×1 (the same three parts as tucker.py).
+"""`whitened-tucker2`: the three parts of tucker2 (1×1, a core with the layer's own kernel, 1×1) in the metric of data.
 
-Encoders are those of the pair whose decoder owns all taps (whiten.py): features z, one of each at every tap. Least
+Encoders are those of the pair whose decoder owns all taps (whitened.py): features z, one of each at every tap. Least
 squares gives the outputs from the features of s encoders; of that map the r strongest directions of the outputs stay,
 in their own metric SᵀS (reduced-rank regression):
 
@@ -17,31 +17,66 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.core.fold import all_folds, fold_for
+from rankwise.core.fold import all_folds
 from rankwise.core.layer import Layer
-from rankwise.core.linalg import Array
-from rankwise.core.option import Option, full_outer
-from rankwise.decompositions.tucker import has_taps
-from rankwise.decompositions.whitened import Fitted, encoders, features, parts
+from rankwise.core.linalg import Array, array, eigenvectors
+from rankwise.core.option import Option
+from rankwise.decompositions import tucker, whitened
+from rankwise.decompositions.base import METRIC, Factors, Request, Scores, Target
+from rankwise.decompositions.whitened import Fitted, encoders, features, fit, groups_of
+from rankwise.errors import RankwiseError
 
-NAME = "whitened-tucker2"
 STEPS = 10
 SETTLED = 1e-4  # a step that gains less than this share of what is explained is the last
+OUTERS = 64  # outer ranks to choose from at most
+
+
+class WhitenedTucker(tucker.Cored):
+    """Only where there is a kernel: of a transposed convolution every tap is an output of its own."""
+
+    name = "whitened-tucker2"
+    about = "the same three parts as tucker2, in the metric of calibration data"
+    needs = METRIC
+
+    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
+        """A core is neither a fold nor a slice: it is offered where neither is asked for."""
+        if request.folds != "all" or request.slices != "all":
+            return []
+        every = -(-layer.group_filters // OUTERS)
+        return [option for option in super().wanted(layer, there, request) if option.outer % every == 0]
+
+    def check(self, layer: Layer, option: Option, where: str) -> None:
+        super().check(layer, option, where)
+        if layer.transposed or not tucker.has_taps(layer):
+            raise RankwiseError(
+                f"{where} has the decomposition {self.name!r}, which needs a kernel and no transposed convolution: "
+                f"take {whitened.DECOMPOSITION.name!r} or {tucker.DECOMPOSITION.name!r} there"
+            )
+
+    def score(self, target: Target, request: Request) -> Scores:
+        layer = target.layer
+        if not is_possible(layer) or request.folds != "all" or request.slices != "all":
+            return Scores()
+        assert target.metric is not None, "effects are measured with a metric of the outputs"
+        errors = curves(fit(target, start(layer)), layer, target.metric)
+        return Scores(given={self.family(layer): {"effect": errors}})
+
+    def factors(self, target: Target, option: Option, rank: int) -> Factors:
+        if target.moment is None:
+            return tucker.DECOMPOSITION.factors(target, option, rank)
+        return tucker.cored_factors(*factors(target, option, rank), target.layer)
+
+
+DECOMPOSITION = WhitenedTucker()
 
 
 def is_possible(layer: Layer) -> bool:
-    """Of a transposed convolution every tap is an output of its own, and there would be nothing between."""
-    return has_taps(layer) and not layer.transposed and min(layer.group_filters, layer.group_channels) > 1
-
-
-def family(layer: Layer) -> Option:
-    """The option without its outer rank: what all the options of a layer have in common."""
-    return Option(fold_for(0, layer.dims), 1, NAME)
+    return tucker.has_taps(layer) and not layer.transposed and min(layer.group_filters, layer.group_channels) > 1
 
 
 def start(layer: Layer) -> Option:
     """The pair whose encoders these are: the fold with all kernel axes on the left."""
-    return Option(all_folds(layer.dims)[-1], 1, "whitened")
+    return Option(all_folds(layer.dims)[-1], 1, whitened.DECOMPOSITION.name)
 
 
 def curves(fitted: Fitted, layer: Layer, metric: Tensor) -> Array:
@@ -52,24 +87,23 @@ def curves(fitted: Fitted, layer: Layer, metric: Tensor) -> Array:
         explained = _explained(root, cross, scale)
         turned = explained @ _directions(explained)[0]
         energy = turned.square().reshape(ranks, -1, layer.group_filters).sum(1).t()
-        kept[:, 1:] += energy.cumsum(0).cumsum(1).numpy()
-    return np.minimum.accumulate(np.maximum(0.0, fitted.errors[0] - kept), axis=1)[: full_outer(layer)]
+        kept[:, 1:] += array(energy.cumsum(0).cumsum(1))
+    return np.minimum.accumulate(np.maximum(0.0, fitted.errors[0] - kept), axis=1)[: tucker.full_outer(layer)]
 
 
-def factors(
-    weight: Tensor, layer: Layer, option: Option, rank: int, moment: Tensor, metric: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def factors(target: Target, option: Option, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """U (G, f/G, r), core (G, r, s, *kernel), V (G, c/G, s), as `tucker.factors` gives them."""
-    found = [_in_turns(*part, option.outer, rank) for part in parts(weight, layer, start(layer), moment, metric)]
+    found = [_in_turns(group, option.outer, rank) for group in groups_of(target, start(target.layer))]
     left, core, right = (torch.stack(p) for p in zip(*found, strict=True))
-    return left, torch.unflatten(core, -1, layer.kernel), right
+    return left, torch.unflatten(core, -1, target.layer.kernel), right
 
 
 def _in_turns(
-    slices: Tensor, rows: Tensor, blocks: Tensor, scale: Tensor | None, outer: int, rank: int
+    group: tuple[Tensor, Tensor, Tensor, Tensor | None], outer: int, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    slices, rows, blocks, scale = group
     if scale is None or not bool(scale.any()):
-        scale = torch.eye(len(rows), dtype=rows.dtype)
+        scale = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
     towards, before, best = scale, 0.0, None
     for _ in range(STEPS):
         encoder = encoders(slices, towards, blocks)[:, :rank]
@@ -97,8 +131,8 @@ def _explained(root: Tensor, cross: Tensor, scale: Tensor) -> Tensor:
 
 def _directions(explained: Tensor) -> tuple[Tensor, Tensor]:
     """Orthonormal directions of the outputs, as columns, and what is explained along them; strongest first."""
-    values, vectors = torch.linalg.eigh(explained.t() @ explained)
-    return vectors.flip(1), values.flip(0)
+    values, vectors = eigenvectors(explained.t() @ explained)
+    return vectors, values
 
 
 def _balanced(left: Tensor, core: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:

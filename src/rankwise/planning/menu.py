@@ -9,19 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankwise.core.fold import folds_for, kernel_sides
 from rankwise.core.layer import Layer
-from rankwise.core.linalg import Array
+from rankwise.core.linalg import Array, Ints
 from rankwise.core.measures import Curve
-from rankwise.core.option import Ints, Option, costs, groups_for
-from rankwise.decompositions import whitened_tucker
-from rankwise.decompositions.clusters import cluster_counts
-from rankwise.decompositions.tucker import has_taps
+from rankwise.core.option import Option
+from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Request, costs
 from rankwise.errors import RankwiseError
 from rankwise.planning.table import Table
 from rankwise.planning.times import MARGIN
-
-OUTERS = 64  # outer ranks to choose from at most, where a core is fitted to data
 
 
 class Point(NamedTuple):
@@ -140,22 +135,22 @@ def menus(
     table: Table,
     units: tuple[str, ...],
     measure: str,
-    folds: object = "all",
-    groups: object = "all",
-    decompositions: tuple[str, ...] = ("svd",),
+    request: Request | None = None,
+    decompositions: tuple[str, ...] = (PLAIN.name,),
     rules: Rules | None = None,
 ) -> list[Menu]:
-    """A menu for every layer of the table, with the options that `folds`, `groups` and `decompositions` allow."""
+    """A menu for every layer of the table, with the options that `request` and `decompositions` allow."""
+    request = request or Request()
     rules = rules or Rules()
     if table.times is None and ("latency" in units or rules.never_slower):
         raise RankwiseError(
             "never_slower and budgets in latency need measured times: use rankwise.compress with an example input, "
             "or set table.times = rankwise.measure_times(model, example)"
         )
-    key = ("menus", units, measure, repr(folds), repr(groups), decompositions, rules, id(table.times))
+    key = ("menus", units, measure, repr(request), decompositions, rules, id(table.times))
     if key not in table.cache:
         table.cache[key] = [
-            _menu(table, layer, units, measure, _wanted(table, layer, folds, groups, decompositions), rules)
+            _menu(table, layer, units, measure, _wanted(table, layer, request, decompositions), rules)
             for layer in table.coverage.layers
         ]
     return table.cache[key]  # type: ignore[no-any-return]
@@ -199,68 +194,23 @@ def _largest(by_rank: Ints | None, unit: str, dense: int | None) -> int | None:
 
 def _round(offer: Offer, layer: Layer, multiple: int) -> Offer:
     """Only those ranks that make the number of channels between the factors a multiple."""
-    slices = layer.groups * offer.option.groups
+    slices = layer.groups * offer.option.slices
     ranks = [0, *(r for r in range(1, offer.most + 1) if slices * r % multiple == 0)]
     return Offer(offer.option, offer.costs[ranks], offer.curve.at(ranks), len(ranks) - 1, np.array(ranks))
 
 
-def _wanted(table: Table, layer: Layer, folds: object, groups: object, decompositions: tuple[str, ...]) -> list[Option]:
+def _wanted(table: Table, layer: Layer, request: Request, decompositions: tuple[str, ...]) -> list[Option]:
     """The table's options for a layer, narrowed to those a method asks for.
 
     A layer that the calibration data does not reach may have none.
     """
     missing = [d for d in decompositions if d not in table.decompositions]
     if missing:
+        data = DECOMPOSITIONS[missing[0]].needs != NOTHING
         raise RankwiseError(
             f"the table has no {missing[0]!r}: build it with decompositions={decompositions!r}"
-            f"{', and calibration data (data=)' if missing[0] == 'pca' else ''}"
+            f"{', and calibration data (data=)' if data else ''}"
         )
-    everything = table.options(layer)
-    slices = [o for o in everything if o.decomposition == "svd"]
-    found: list[Option] = []
-    for decomposition in decompositions:
-        own = [o for o in everything if o.decomposition == decomposition]
-        if decomposition == "svd":
-            own = _narrowed(slices, layer, folds, groups)
-        elif decomposition == "whitened":
-            own = _narrowed(own, layer, folds, groups, screened=True)
-        elif decomposition == whitened_tucker.NAME:
-            own = [o for o in own if o.outer % -(-layer.group_filters // OUTERS) == 0]
-        elif decomposition == "tucker2" and not has_taps(layer):
-            own = _narrowed(slices, layer, 0, 1)
-        elif decomposition == "messi":
-            ks = cluster_counts(groups, layer)
-            own = [o for o in own if o.groups in ks] if layer.groups == 1 else _narrowed(slices, layer, 0, groups)
-        found += [o for o in own if o not in found]
-    return found
-
-
-def _narrowed(there: list[Option], layer: Layer, folds: object, groups: object, screened: bool = False) -> list[Option]:
-    """Those options that have one of the folds and one of the numbers of slices.
-
-    None may be missing, unless they were `screened`: of large layers effects.py fits what is worth it and no more.
-    """
-    everything = there
-    if groups != "all":
-        ks = groups_for(groups, layer)  # type: ignore[arg-type]
-        missing = sorted(set(ks) - {o.groups for o in there})
-        if missing and there and not screened:
-            raise RankwiseError(
-                f"the table has no spectra for {missing[0]} slices of layer {layer.name!r}: "
-                f"build it with groups={groups!r}"
-            )
-        there = [o for o in there if o.groups in ks]
-    if folds != "all":
-        # Folds of one matrix are stored once, so compare what they do to axes longer than 1.
-        def matrix(fold: str) -> tuple[int, ...]:
-            return tuple(a for a in kernel_sides(fold)[0] if layer.kernel[a] > 1)
-
-        asked = {matrix(f): f for f in folds_for(folds, layer.dims)}  # type: ignore[arg-type]
-        missing_folds = set(asked) - {matrix(o.fold) for o in everything}
-        if missing_folds and everything and not screened:
-            fold = asked[missing_folds.pop()]
-            raise RankwiseError(
-                f"the table has no spectra for the fold {fold} of {layer.name!r}: build it with that fold"
-            )
-        there = [o for o in there if matrix(o.fold) in asked]
-    return there
+    there = table.options(layer)
+    found = [option for name in decompositions for option in DECOMPOSITIONS[name].wanted(layer, there, request)]
+    return list(dict.fromkeys(found))

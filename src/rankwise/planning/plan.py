@@ -10,12 +10,13 @@ from typing import Any
 from rankwise.core import files
 from rankwise.core.layer import Layer, Skipped
 from rankwise.core.measures import ALL_MEASURES
-from rankwise.core.option import Cost, Option, check_option, full_rank
+from rankwise.core.option import Cost, Option
+from rankwise.decompositions import PLAIN, check_option, full_rank
 from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.times import LAYOUTS
 
-FORMAT = 1
+FORMAT = 2  # 1 called slices groups
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,23 @@ class Choice:
     kind: str
     shape: tuple[int, ...]
     fold: str
-    groups: int
+    slices: int
     rank: int
     error: dict[str, float]
     before: Cost
     after: Cost
-    decomposition: str = "svd"
+    decomposition: str = PLAIN.name
     outer: int = 0
     clusters: tuple[tuple[int, ...], ...] = ()
 
     @property
     def option(self) -> Option:
-        return Option(self.fold, self.groups, self.decomposition, self.outer, self.clusters)
+        return Option(self.fold, self.slices, self.decomposition, self.outer, self.clusters)
+
+    @property
+    def groups(self) -> int:
+        """Another name of `slices`."""
+        return self.slices
 
     def check(self, layer: Layer) -> None:
         """Refuse a decision that does not fit the layer it names."""
@@ -214,6 +220,7 @@ def _read_entry(data: Any, where: str) -> Choice | Pruned | Skipped:
         return Skipped(name, kind, params, files.field(data, "reason", str, where))
     if "filters" in data or "channels" in data:
         return _read_pruned(data, name, kind, where)
+    data = _renamed(data, where)
     files.strict(data, Choice.__dataclass_fields__, where)
     error = files.field(data, "error", dict, where)
     files.strict(error, ALL_MEASURES, f"'error' of {where}")
@@ -222,18 +229,27 @@ def _read_entry(data: Any, where: str) -> Choice | Pruned | Skipped:
         kind=kind,
         shape=files.whole_numbers(files.field(data, "shape", list, where), f"'shape' of {where}"),
         fold=files.field(data, "fold", str, where),
-        groups=files.field(data, "groups", int, where),
+        slices=files.field(data, "slices", int, where),
         rank=files.field(data, "rank", int, where),
         error={m: float(files.typed(v, float, f"error {m!r} of {where}")) for m, v in error.items()},
         before=_read_cost(data, "before", where),
         after=_read_cost(data, "after", where),
-        decomposition=files.typed(data.get("decomposition", "svd"), str, f"'decomposition' of {where}"),
+        decomposition=files.typed(data.get("decomposition", PLAIN.name), str, f"'decomposition' of {where}"),
         outer=files.typed(data.get("outer", 0), int, f"'outer' of {where}"),
         clusters=tuple(
             files.whole_numbers(files.typed(c, list, f"a cluster of {where}"), f"a cluster of {where}")
             for c in files.typed(data.get("clusters", []), list, f"'clusters' of {where}")
         ),
     )
+
+
+def _renamed(data: dict[str, Any], where: str) -> dict[str, Any]:
+    """Slices were called groups in format 1."""
+    if "groups" not in data:
+        return data
+    if "slices" in data:
+        raise RankwiseError(f"{where} has slices and groups, which are the same: leave groups out")
+    return {"slices" if key == "groups" else key: value for key, value in data.items()}
 
 
 def _read_pruned(data: dict[str, Any], name: str, kind: str, where: str) -> Pruned:

@@ -10,7 +10,9 @@ from typing import Any
 
 from rankwise.core.layer import Layer, Skipped
 from rankwise.core.measures import check_measure
-from rankwise.core.option import DECOMPOSITIONS, Cost, cost_at
+from rankwise.core.option import Cost
+from rankwise.core.slicing import Folds, Slices
+from rankwise.decompositions import DECOMPOSITIONS, PLAIN, Request, cost_at
 from rankwise.decompositions.clusters import check_clustering
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
@@ -29,13 +31,13 @@ SEARCHES = ("alternate", "minimax", "sum", "penalty", "product", "constant")
 class Settings:
     """How to search: which options, which error, which search."""
 
-    folds: Any = "all"
-    groups: Any = "all"
+    folds: Folds = "all"
+    slices: Slices = "all"
     error: str = "energy"
     search: str = "sum"
     seed: int = 0
     starts: int = 15
-    decompositions: tuple[str, ...] = ("svd",)
+    decompositions: tuple[str, ...] = (PLAIN.name,)
     clustering: str = ""  # for messi: the table's, and "projective" where none is built yet
     never_slower: bool = False  # a layer stays as it is unless its pair was measured to be faster
     rank_multiple: int = 1  # for hardware that likes round numbers of channels
@@ -52,7 +54,7 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise RankwiseError(f"{name}={value!r} was given, and {name} is a whole number from {least} on")
-        for name in ("folds", "groups", "decompositions"):
+        for name in ("folds", "slices", "decompositions"):
             value = getattr(self, name)
             if isinstance(value, Iterable) and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))  # read more than once, and saved with the plan
@@ -62,21 +64,31 @@ class Settings:
                 f"decompositions={self.decompositions!r} was given: possible are {', '.join(DECOMPOSITIONS)}"
             )
 
+    @property
+    def request(self) -> Request:
+        """Which options of a layer are asked for."""
+        return Request(self.folds, self.slices, self.clustering, self.seed, self.starts)
+
+
+def needs_budget(settings: Settings) -> bool:
+    """A single decomposition may be able to do without one."""
+    return len(settings.decompositions) != 1 or DECOMPOSITIONS[settings.decompositions[0]].needs_budget
+
 
 def find_plan(table: Table, budget: Budget | None, settings: Settings, method: str, model: str = "") -> Plan:
     """The plan that the search finds; never above the budget, and an error if nothing fits it.
 
-    Only tucker2 can do without a budget (unbudgeted.py).
+    A decomposition may be able to do without a budget (signal_rank.py).
     """
-    if budget is None and settings.decompositions == ("tucker2",):
-        points = signal_points(table, settings.error)
+    if budget is None and not needs_budget(settings):
+        points = signal_points(table, settings.decompositions[0], settings.error)
         reached = Budget(params=_after(table, points).params)
         return _make_plan(table, points, reached, settings, method, model, {"ranks": "vbmf"})
     if not isinstance(budget, Budget):
         raise RankwiseError(f"a Budget is needed, and {budget!r} was given: for instance Budget(params=0.4)")
     if settings.error == "exact" and table.weights is not None:
         table.check(table.weights)  # trained since, it would mix new weights with old spectra
-    if "messi" in settings.decompositions and settings.clustering not in ("", table.clustering):
+    if table.clustering and settings.clustering not in ("", table.clustering):
         raise RankwiseError(
             f"the table's clusters are {table.clustering!r} and {settings.clustering!r} are asked for: build it with "
             f"clustering={settings.clustering!r}, or ask for those it has"
@@ -103,7 +115,7 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
 
 def _offers(table: Table, budget: Budget, settings: Settings, never_slower: bool) -> list[Menu]:
     rules = Rules(never_slower, settings.rank_multiple)
-    return menus(table, budget.units, settings.error, settings.folds, settings.groups, settings.decompositions, rules)
+    return menus(table, budget.units, settings.error, settings.request, settings.decompositions, rules)
 
 
 def _freed(faster: list[Menu], every: list[Menu], room: Sequence[int]) -> list[Menu]:
@@ -230,7 +242,7 @@ def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str
         kind=layer.kind,
         shape=layer.shape,
         fold=point.option.fold,
-        groups=point.option.groups,
+        slices=point.option.slices,
         rank=point.rank,
         decomposition=point.option.decomposition,
         outer=point.option.outer,
@@ -258,5 +270,5 @@ def _cannot_be_met(
     together = "" if len(parts) == 1 else ", each on its own"
     return BudgetError(
         f"the budget cannot be met: {'; '.join(parts)}{together}; raise the budget, or allow more options "
-        f"(folds, groups, fewer excluded layers)"
+        f"(folds, slices, fewer excluded layers)"
     )

@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.core.fold import fold_for
 from rankwise.core.layer import Coverage, Layer
-from rankwise.core.linalg import Array
+from rankwise.core.linalg import Array, check_finite
 from rankwise.core.measures import FROM_SPECTRA, RECORDED, Curve, check_measure
 from rankwise.core.moments import Moments
-from rankwise.core.option import Option, full_rank, options_for
-from rankwise.decompositions import clusters, tucker
-from rankwise.decompositions.slices import check_finite, cluster_spectra, factors, residual_norm, spectra
+from rankwise.core.option import Option
+from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Request, Scores, Target, full_rank
+from rankwise.decompositions.base import without_outer
+from rankwise.decompositions.clusters import DEFAULT
+from rankwise.decompositions.slices import factors, residual_norm
 from rankwise.errors import RankwiseError
 from rankwise.planning.times import Times
 
@@ -45,7 +46,7 @@ class Table:
     """Spectra of a model's layers, and the error curves that follow from them.
 
     `spectra[name, option]` has shape (G, k, r + 1), `norms[name, fold]` is ‖W‖₂ of that fold's matrix.
-    `given[name, option]` holds curves, by measure, that do not come from spectra. Options with a core have two ranks:
+    `given[name, option]` holds curves, by measure, that do not come from spectra. Where a decomposition has two ranks,
     the option there has no outer rank, and row r − 1 is outer rank r.
     The weights themselves are not part of a table: only `exact` needs them, and finds them in `weights`.
     """
@@ -61,12 +62,18 @@ class Table:
     ) -> None:
         self.coverage, self.spectra, self.norms, self.fingerprint = coverage, spectra, norms, fingerprint
         self.weights, self.given = weights, given or {}
-        self.decompositions = tuple(sorted({"svd", *(o.decomposition for _, o in (*self.spectra, *self.given))}))
+        self.decompositions = tuple(sorted({PLAIN.name, *(o.decomposition for _, o in (*self.spectra, *self.given))}))
         self.clustering = ""  # how the clusters of messi were found, if there are any
         self.moments: dict[str, Moments] = {}  # what the data said, by layer, for building what it was asked for
         self.times: Times | None = None  # measured, for budgets in latency; not part of a file
         self.cache: dict[Any, Any] = {}  # curves here, menus in allocate.py: all follow from the above
         self._factors: OrderedDict[tuple[str, Option], tuple[Tensor, Tensor]] = OrderedDict()
+
+    def add(self, layer: Layer, scores: Scores) -> None:
+        """What a decomposition says of the options of a layer."""
+        self.norms.update({(layer.name, fold): norm for fold, norm in scores.norms.items()})
+        self.spectra.update({(layer.name, option): values for option, values in scores.spectra.items()})
+        self.given.update({(layer.name, option): curves for option, curves in scores.given.items()})
 
     def options(self, layer: Layer) -> list[Option]:
         if "options" not in self.cache:
@@ -77,10 +84,10 @@ class Table:
         return list(self.cache["options"].get(layer.name, []))
 
     def _ranks_of(self, name: str, option: Option) -> list[Option]:
-        if not option.cored:
+        curve = next(iter(self.given.get((name, option), {}).values()), None)
+        if curve is None or curve.ndim == 1:
             return [option]
-        rows = len(next(iter(self.given[name, option].values())))
-        return [replace(option, outer=r) for r in range(1, rows + 1)]
+        return [replace(option, outer=r) for r in range(1, len(curve) + 1)]
 
     def curve(self, layer: Layer, option: Option, measure: str) -> Curve:
         """The error of a layer by rank. `exact` is evaluated entry by entry, only where it is asked for."""
@@ -101,7 +108,7 @@ class Table:
         return self.cache[key]  # type: ignore[no-any-return]
 
     def _given(self, layer: Layer, option: Option) -> dict[str, Array]:
-        return self.given.get((layer.name, replace(option, outer=0) if option.outer else option), {})
+        return self.given.get((layer.name, without_outer(option)), {})
 
     def measures(self, layer: Layer, option: Option) -> tuple[str, ...]:
         """The measures that are at hand for an option without any work."""
@@ -172,55 +179,27 @@ def module_weights(model: Any, coverage: Coverage) -> dict[str, Tensor]:
 def build(
     coverage: Coverage,
     weights: Weights,
-    folds: str | int | Iterable[str | int] = "all",
-    groups: str | int | Iterable[int] = "all",
+    request: Request | None = None,
+    decompositions: Iterable[str] = (PLAIN.name,),
     progress: Progress | None = None,
-    decompositions: Iterable[str] = ("svd",),
-    clustering: str = "projective",
-    seed: int = 0,
-    starts: int = 5,
 ) -> Table:
     """What the weights alone can say, one layer at a time; deterministic. What needs data is added afterwards.
 
     Where a decomposition has nothing to offer its plain form is: tucker2 of a layer without taps is an svd, and
     a convolution with groups of its own has consecutive slices instead of clusters.
     """
-    # Read once for each layer, so a generator must become a list.
-    folds = list(folds) if isinstance(folds, Iterable) and not isinstance(folds, str) else folds
-    groups = list(groups) if isinstance(groups, Iterable) and not isinstance(groups, str) else groups
-    wanted = tuple(decompositions)
+    request = request or Request()
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
-    table.decompositions, table.clustering = wanted, clustering if "messi" in wanted else ""
+    table.decompositions = tuple(decompositions)
     for done, layer in enumerate(coverage.layers):
         if progress:
             progress(layer.name, done, len(coverage.layers))
-        weight = weights[layer.name]
-        check_finite(weight, layer.name)
-        slices = options_for(layer, folds, groups) if "svd" in wanted else []
-        if "tucker2" in wanted:
-            if tucker.has_taps(layer):
-                table.given[layer.name, tucker.family(layer)] = tucker.curves(weight, layer)
-            else:
-                slices += [o for o in options_for(layer, 0, 1) if o not in slices]
-        if "messi" in wanted and layer.groups > 1:
-            slices += [o for o in options_for(layer, 0, groups) if o not in slices]
-        clustered = "messi" in wanted and layer.groups == 1
-        add_slices_(table, layer, weight, slices, [fold_for(0, layer.dims)] if clustered else [])
-        if clustered:
-            for k in clusters.cluster_counts(groups, layer):
-                for option in clusters.options(weight, layer, k, clustering, seed, starts):
-                    table.spectra[layer.name, option] = cluster_spectra(weight, layer, option)
+        check_finite(weights[layer.name], layer.name)
+        for name in table.decompositions:
+            if DECOMPOSITIONS[name].needs == NOTHING:
+                table.add(layer, DECOMPOSITIONS[name].score(Target(layer, weights[layer.name]), request))
+    if any(option.clusters for _, option in table.spectra):
+        table.clustering = request.clustering or DEFAULT
     if progress:
         progress("", len(coverage.layers), len(coverage.layers))
     return table
-
-
-def add_slices_(table: Table, layer: Layer, weight: Tensor, options: list[Option], folds: list[str]) -> None:
-    """The spectra of slices, and ‖W‖₂ of their folds and of those in `folds` (k = 1 holds it)."""
-    by_fold: dict[str, list[int]] = {fold: [] for fold in folds}
-    for option in options:
-        by_fold.setdefault(option.fold, []).append(option.groups)
-    for fold, ks in by_fold.items():
-        arrays = spectra(weight, layer, fold, sorted({1, *ks}))
-        table.norms[layer.name, fold] = float(arrays[1].max())
-        table.spectra.update({(layer.name, Option(fold, k)): arrays[k] for k in ks})

@@ -18,7 +18,9 @@ from rankwise.core.layer import Call, Coverage, Layer, Skipped
 from rankwise.core.linalg import Array
 from rankwise.core.measures import ALL_MEASURES
 from rankwise.core.moments import Moments
-from rankwise.core.option import FITTED, Option, check_option, full_outer, full_rank
+from rankwise.core.option import Option
+from rankwise.decompositions import DECOMPOSITIONS, METRIC, PLAIN, check_option, full_rank, of
+from rankwise.decompositions.clusters import DECOMPOSITION as CLUSTERS
 from rankwise.errors import RankwiseError
 from rankwise.planning.table import Table
 
@@ -51,7 +53,7 @@ def write(table: Table, path: Path) -> None:
         ]
         for i, curves in enumerate(table.given.values()):
             tensors.update({f"given {i} {m}": np.ascontiguousarray(values) for m, values in curves.items()})
-    if table.decompositions != ("svd",):
+    if table.decompositions != (PLAIN.name,):
         header["decompositions"], header["clustering"] = table.decompositions, table.clustering
     if table.moments:
         header["moments"] = [[name, seen.count] for name, seen in table.moments.items()]
@@ -89,7 +91,7 @@ def read(path: Path) -> Table:
 
 
 def _key(name: str, option: Option) -> list[Any]:
-    return [name, option.fold, option.groups, *([option.clusters] if option.clusters else [])]
+    return [name, option.fold, option.slices, *([option.clusters] if option.clusters else [])]
 
 
 def _option(layer: Layer, key: list[Any], decomposition: str | None = None) -> Option:
@@ -97,9 +99,10 @@ def _option(layer: Layer, key: list[Any], decomposition: str | None = None) -> O
     if type(k) is not int:
         raise ValueError(f"option {fold!r}, {k!r}")
     members = tuple(tuple(int(c) for c in cluster) for cluster in (rest[0] if rest else ()))
-    option = Option(fold, k, decomposition or ("messi" if members else "svd"), clusters=members)
-    # Options with a core stand together, without an outer rank.
-    check_option(layer, replace(option, outer=1) if option.cored else option, "a layer of the table")
+    option = Option(fold, k, decomposition or (CLUSTERS.name if members else PLAIN.name), clusters=members)
+    # Options with two ranks stand together, without an outer rank.
+    two = option.decomposition in DECOMPOSITIONS and of(option).outers(layer)
+    check_option(layer, replace(option, outer=1) if two else option, "a layer of the table")
     return option
 
 
@@ -111,7 +114,7 @@ def _read_table(header: dict[str, Any], tensors: dict[str, Array], coverage: Cov
     for i, key in enumerate(header["spectra"]):
         layer = layers[key[0]]
         option = _option(layer, key)
-        if tensors[str(i)].shape != (layer.groups, option.groups, full_rank(layer, option) + 1):
+        if tensors[str(i)].shape != (layer.groups, option.slices, full_rank(layer, option) + 1):
             raise ValueError(f"spectra of {key[:3]}")
         found[layer.name, option] = tensors[str(i)]
     norms = {(name, fold): float(norm) for name, fold, norm in header["norms"]}
@@ -123,12 +126,12 @@ def _read_table(header: dict[str, Any], tensors: dict[str, Array], coverage: Cov
         option = _option(layer, key, decomposition)
         curves = {m: tensors[f"given {i} {m}"] for m in measures if m in ALL_MEASURES}
         shape = _curve_shape(layer, option)
-        least = 2 if option.decomposition in FITTED else shape[-1]  # those have ranks that are worth having, no others
+        least = 2 if of(option).needs == METRIC else shape[-1]  # those have ranks that are worth having, no others
         fits = [c.shape[:-1] == shape[:-1] and least <= c.shape[-1] <= shape[-1] for c in curves.values()]
         if not fits or not all(fits):
             raise ValueError(f"curves of {key[:3]}")
         table.given[layer.name, option] = curves
-    table.decompositions = tuple(str(d) for d in header.get("decompositions", ("svd",)))
+    table.decompositions = tuple(str(d) for d in header.get("decompositions", (PLAIN.name,)))
     table.clustering = str(header.get("clustering", ""))
     for i, (name, count) in enumerate(header.get("moments", [])):
         mean, scatter = (torch.from_numpy(tensors[f"{part} {i}"]) for part in ("mean", "scatter"))
@@ -139,9 +142,8 @@ def _read_table(header: dict[str, Any], tensors: dict[str, Array], coverage: Cov
 
 
 def _curve_shape(layer: Layer, option: Option) -> tuple[int, ...]:
-    if option.cored:
-        return (full_outer(layer), layer.group_channels + 1)
-    return (full_rank(layer, option) + 1,)
+    outers = of(option).outers(layer)
+    return (outers, layer.group_channels + 1) if outers else (full_rank(layer, option) + 1,)
 
 
 def _read_coverage(data: dict[str, Any], where: str) -> Coverage:

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 
 from rankwise.core.layer import Layer
-from rankwise.core.linalg import Array
-from rankwise.core.option import Ints, Option, full_rank
+from rankwise.core.linalg import Array, Ints
+from rankwise.core.option import Option
+from rankwise.decompositions import full_rank, of
 
 NANO = 1_000_000_000
 LAYOUTS = ("contiguous", "channels-last")
-# Pairs of the same modules whatever their numbers are: one measurement serves all of these decompositions.
-TIMED = ("svd", "whitened", "pca")
 # A pair counts as faster only if it is so by more than a measurement is off.
 MARGIN = 0.97
 BLOCK = 8
@@ -73,8 +72,9 @@ class Times:
         every = np.arange(full_rank(layer, option) + 1)
         if not self.dense(layer.name):
             return 0 * every  # a layer that is never called takes no time whatever becomes of it
-        samples = self.pairs.get((layer.name, option.fold, option.groups))
-        if option.decomposition not in TIMED or samples is None:
+        samples = self.pairs.get((layer.name, option.fold, option.slices))
+        # Pairs of the same modules whatever their numbers are: one measurement serves several decompositions.
+        if of(option).timed_as != "pair" or samples is None:
             return None
         ranks, seconds = np.array(samples[0]), rising(np.array(samples[1]))
         # Processors compute channels in blocks: 17 of them take as long as 24, so more than 8 are rounded up.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.layer import Coverage, Skipped, canonical
-from rankwise.decompositions.slices import check_finite
+from rankwise.core.linalg import check_finite, precise
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan, Pruned
@@ -138,7 +138,7 @@ def norms(model: nn.Module, channels: Channels, group: Group) -> Tensor:
         if member.side == "out" and layer is not None:
             weight = cast(Tensor, model.get_submodule(member.name).weight).detach()
             check_finite(weight, member.name)
-            size = canonical(weight.to("cpu", torch.float64), layer).flatten(0, 1).flatten(1).abs().sum(1)
+            size = canonical(precise(weight), layer).flatten(0, 1).flatten(1).abs().sum(1)
             total += size[torch.tensor(member.indices)].sum(1)
     return total
 

@@ -21,6 +21,7 @@ from rankwise.core import files
 from rankwise.core.layer import Coverage
 from rankwise.data import splits
 from rankwise.data.splits import Split
+from rankwise.decompositions import DECOMPOSITIONS
 from rankwise.methods import build_table, needs_data, table_for
 from rankwise.models import networks
 from rankwise.planning.planner import Settings
@@ -158,10 +159,10 @@ def table_of(cell: Cell, out: Path, reference: Reference, settings: Settings) ->
         "reference": reference.name,
         "exclude": list(cell.network.exclude),
         "folds": settings.folds,
-        "groups": settings.groups,
+        "slices": settings.slices,
         "decompositions": settings.decompositions,
     }
-    if "messi" in settings.decompositions:
+    if any(DECOMPOSITIONS[name].alone for name in settings.decompositions):
         wanted |= {"clustering": settings.clustering, "seed": settings.seed, "starts": settings.starts}
     if needs_data(settings):
         wanted |= {"error": settings.error, "data": cell.network.source, "calibrate": cell.calibrate}
@@ -190,7 +191,7 @@ def _table(folder: str) -> Table:
 
 def spectra_json(reference: Reference, model: str) -> dict[str, Any]:
     """σ_i ÷ σ_1 of every layer by fold, as one slice. More than 256 are thinned evenly; `counts` has their number."""
-    table = build_table(reference.network, reference.example, folds="all", groups=1)
+    table = build_table(reference.network, reference.example, folds="all", slices=1)
     layers: dict[str, dict[str, list[float]]] = {}
     counts: dict[str, dict[str, int]] = {}
     for (name, option), values in table.spectra.items():

@@ -9,8 +9,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from rankwise.core.layer import Layer
-from rankwise.core.option import FITTED
-from rankwise.decompositions.slices import check_finite
+from rankwise.core.linalg import check_finite
+from rankwise.core.moments import Moments
+from rankwise.decompositions import METRIC, OUTPUTS, Target, of
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Choice, Plan
 from rankwise.surgery.coverage import find_layers
@@ -67,8 +68,9 @@ def replace_layers_(
         check_entry(modules.get(entry.name), entry)
     if fill:
         for choice, _ in layers:
-            unseen = choice.decomposition == "pca" and choice.name not in (moments or {})
-            if unseen or (choice.decomposition in FITTED and choice.name not in later):
+            needs = of(choice.option).needs
+            unseen = needs == OUTPUTS and choice.name not in (moments or {})
+            if unseen or (needs == METRIC and choice.name not in later):
                 raise RankwiseError(
                     f"layer {choice.name!r} of the plan is decomposed by what flows through it, which needs "
                     f"calibration data: use compress(..., data=...){', or give moments=' if unseen else ''}"
@@ -79,11 +81,17 @@ def replace_layers_(
         old = model.get_submodule(choice.name)
         pair = build_pair(layer, choice.option, choice.rank, old)
         if fill:
-            fill_pair_(pair, layer, choice.option, choice.rank, old, (moments or {}).get(choice.name))
+            fill_pair_(pair, target_of(old, layer, (moments or {}).get(choice.name)), choice.option, choice.rank)
         swap[old] = pair
     swap_modules_(model, swap)
     for entry in plan.pruned:
         narrow_(modules[entry.name], entry)
+
+
+def target_of(module: nn.Module, layer: Layer, outputs: Moments | None = None) -> Target:
+    """A layer with the weight and the bias of its module."""
+    old: Any = module
+    return Target(layer, old.weight, old.bias, outputs=outputs)
 
 
 def match_layers(model: nn.Module, plan: Plan) -> list[tuple[Choice, Layer]]:

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from rankwise.core.layer import LINEAR_KINDS, Coverage, Layer
-from rankwise.core.option import Option, costs, options_for
+from rankwise.core.option import Option
+from rankwise.decompositions import PLAIN, Request, costs
 from rankwise.errors import RankwiseError
 from rankwise.planning.table import Progress
 from rankwise.planning.times import MARGIN, Times
@@ -148,7 +149,7 @@ def _measure(
     for (name, cell), took in sorted(rig.best.items(), key=lambda one: one[0][1][1] if one[0][1] else 0):
         if cell is not None:
             scaled = layers[name] * took / rig.best[name, None]
-            pairs.setdefault(name, {}).setdefault(f"{cell[0].fold}/{cell[0].groups}", []).append([cell[1], scaled])
+            pairs.setdefault(name, {}).setdefault(f"{cell[0].fold}/{cell[0].slices}", []).append([cell[1], scaled])
     return {"whole": whole, "layout": layouts[best], "beside": beside, "layers": layers, "pairs": pairs}
 
 
@@ -244,7 +245,7 @@ def _candidates(layer: Layer) -> list[tuple[Option, list[int]]]:
     """Options worth timing, the most promising first, and ranks of each, falling."""
     slices = [k for k in SLICES if layer.group_channels % k == 0] if layer.kind not in LINEAR_KINDS else [1]
     found = []
-    for option in sorted(options_for(layer, "all", slices), key=lambda o: o.groups):
+    for option in sorted(PLAIN.options(layer, Request("all", slices)), key=lambda o: o.slices):
         params, macs = costs(layer, option)
         limits = [int(params.searchsorted(layer.params)) - 1]
         limits += [int(macs.searchsorted(layer.macs)) - 1] if macs is not None and layer.macs else []

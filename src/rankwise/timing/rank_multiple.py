@@ -12,7 +12,8 @@ from torch import nn
 
 from rankwise.core.fold import all_folds
 from rankwise.core.layer import Coverage, Layer
-from rankwise.core.option import Option, full_rank
+from rankwise.core.option import Option
+from rankwise.decompositions import full_rank
 from rankwise.errors import RankwiseError
 from rankwise.planning.times import MARGIN
 from rankwise.surgery.coverage import find_layers
