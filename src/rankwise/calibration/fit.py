@@ -58,9 +58,10 @@ def apply_fitted(
     running the networks, WORK unless given; with 0 nothing is run, and layers do not make up for each other.
     """
     later = {choice.name for choice in plan.choices if choice.decomposition in FITTED}
-    tasks = [(choice, layer) for choice, layer in match_layers(model, plan) if choice.name in later]
+    layers = match_layers(model, plan)
+    tasks = [(choice, layer) for choice, layer in layers if choice.name in later]
     small = copy_model(model)
-    replace_layers_(small, plan, fill=True, moments=moments, later=later)
+    replace_layers_(small, plan, fill=True, moments=moments, later=later, layers=layers)
     passes = _passes(model, tasks, data, work)
     if len(passes) < len(tasks):  # until they are fitted in order, what the original network gives them will do
         for choice, layer in tasks:
