@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,22 @@ def test_only_weights_only_pickle() -> None:
                 assert name not in ("eval", "exec", "pickle.load", "pickle.loads", "torch.save"), path.name
                 if name == "torch.load":
                     assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+
+
+def test_hooks_are_hung_in_one_place() -> None:
+    """Everybody else says what to look at: surgery/hooks.py hangs hooks and takes them down, forward.py stops early."""
+    hangs, takes_down, stops = set(), set(), set()
+    for path in FILES:
+        name = str(path.relative_to(SOURCE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.fullmatch(r"register_\w*hook", node.attr):
+                hangs.add(name)
+            if isinstance(node, ast.Attribute) and re.fullmatch(r"_\w*forward_(pre_)?hooks\w*", node.attr):
+                hangs.add(name)
+            if isinstance(node, ast.Call) and ast.unparse(node).endswith(".remove()"):
+                takes_down.add(name)
+            if isinstance(node, ast.ClassDef) and "BaseException" in map(ast.unparse, node.bases):
+                stops.add(name)
+    assert hangs == {"surgery/hooks.py"}
+    assert not takes_down
+    assert stops == {"surgery/forward.py"}

@@ -23,6 +23,7 @@ from rankwise.calibration import effect_table, fit, output_metric, synthetic
 from rankwise.calibration.output_metric import influences
 from rankwise.compression import build_network, planner, seen_for
 from rankwise.data import splits as images
+from rankwise.decompositions import whitened
 from rankwise.methods import AUTO
 from rankwise.models import networks
 from rankwise.planning.planner import Settings
@@ -709,7 +710,7 @@ def test_what_follows_a_layer_is_not_run_to_fit_it(monkeypatch: pytest.MonkeyPat
     first_batches = 3  # one for each layer, where the original network shows how often it is called
     assert runs == 1 + first_batches + len(parts) - 1  # and one to find the order
     real = fit._calls
-    monkeypatch.setattr(fit, "_calls", lambda network, layers, often: real(network, layers, {}))
+    monkeypatch.setattr(fit, "_calls", lambda network, layers, _often, batch: real(network, layers, {}, batch))
     whole, _ = build_network(model, plan, seen)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), small.parameters(), strict=True))
 

@@ -829,3 +829,52 @@ def test_whole_networks_are_counted_as_torch_counts_them(spec: str, side: int, m
     assert all(m.training for m in small.modules())
     dense = rw.densify(small)
     assert {k: v.shape for k, v in dense.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
+
+
+# ---- work done once --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [None, [torch.randn(40, 12)]])
+def test_a_plan_is_matched_with_the_layers_once(monkeypatch: pytest.MonkeyPatch, data: list[Tensor] | None) -> None:
+    """Also where its pairs are fitted to data, and where it does not fit."""
+    from rankwise.surgery import replace
+
+    model, looked = mlp(), 0
+    plan = plan_for(model)
+
+    def counted(*args: Any) -> rw.Coverage:
+        nonlocal looked
+        looked += 1
+        return rw.find_layers(*args)
+
+    monkeypatch.setattr(replace, "find_layers", counted)
+    if data is None:
+        rw.apply_plan(model, plan)
+        assert looked == 1
+        model[2].weight = model[0].weight
+        with pytest.raises(rw.RankwiseError, match="tied"):
+            rw.apply_plan(model, plan)
+        assert looked == 2
+    else:
+        _, plan = rw.compress(model, data[0][:1], keep=0.6, data=data)
+        assert any(choice.decomposition.startswith("whitened") for choice in plan.choices), "something was fitted"
+        assert looked == 1
+
+
+def test_walks_over_a_network_do_not_grow_with_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or hundreds of layers would take seconds."""
+    walks: list[nn.Module] = []
+    real = nn.Module.named_modules
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        walks.append(self)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    found = []
+    for depth in (2, 20):
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(depth)])
+        walks.clear()
+        assert len(rw.find_layers(model).layers) == depth
+        found.append(sum(walked is model for walked in walks))
+    assert found[0] == found[1]

@@ -7,6 +7,7 @@ large offset cost no digits. Labels are never needed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from rankwise.core.layer import Layer
 from rankwise.core.moments import Moments
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import run_example, undisturbed
+from rankwise.surgery.hooks import Seen, watching
 
 
 def output_moments(
@@ -140,24 +142,14 @@ def _one_pass(model: nn.Module, data: Iterable[Any], layers: list[Layer], sample
     moments = {layer.name: Moments() for layer in layers}
     batch_number = 0
 
-    def watch(layer: Layer) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            given = args[0] if args else next(iter(kwargs.values()))
-            seen = samples(layer, given.detach(), output.detach())
-            check_finite(seen, batch_number, layer.name)
-            moments[layer.name].add(seen)
+    def look(layer: Layer, call: Seen) -> None:
+        seen = samples(layer, call.given.detach(), call.output.detach())
+        check_finite(seen, batch_number, layer.name)
+        moments[layer.name].add(seen)
 
-        return model.get_submodule(layer.name).register_forward_hook(hook, with_kwargs=True)
-
-    handles: list[Any] = []
-    try:
-        with undisturbed(model):
-            handles = [watch(layer) for layer in layers]
-            for batch_number, batch in enumerate(batches(data), start=1):  # noqa: B007
-                run_example(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with undisturbed(model), watching(model, {layer.name: partial(look, layer) for layer in layers}):
+        for batch_number, batch in enumerate(batches(data), start=1):  # noqa: B007
+            run_example(model, batch)
     check_some(batch_number)
     return moments
 

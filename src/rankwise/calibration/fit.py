@@ -15,9 +15,9 @@ for the errors of earlier passes, not for each other's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +32,8 @@ from rankwise.core.linalg import precise
 from rankwise.decompositions import METRIC, Target, of
 from rankwise.decompositions.whitened import root_of, share_for, shrunk
 from rankwise.planning.plan import Choice, Plan
-from rankwise.surgery.forward import run_example, undisturbed
+from rankwise.surgery.forward import run_example, run_until, undisturbed
+from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.pairs import merge_pair, put_factors_
 from rankwise.surgery.replace import copy_model, match_layers, replace_layers_
 
@@ -56,9 +57,10 @@ def apply_fitted(
     running the networks, WORK unless given; with 0 nothing is run, and layers do not make up for each other.
     """
     later = {choice.name for choice in plan.choices if of(choice.option).needs == METRIC}
-    tasks = [(choice, layer) for choice, layer in match_layers(model, plan) if choice.name in later]
+    layers = match_layers(model, plan)
+    tasks = [(choice, layer) for choice, layer in layers if choice.name in later]
     small = copy_model(model)
-    replace_layers_(small, plan, fill=True, moments=moments, later=later)
+    replace_layers_(small, plan, fill=True, moments=moments, later=later, layers=layers)
     passes = _passes(model, tasks, data, work)
     if len(passes) < len(tasks):  # until they are fitted in order, what the original network gives them will do
         for choice, layer in tasks:
@@ -129,24 +131,16 @@ def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any], work: int 
     order: dict[str, int] = {}
     counter, runs = FlopCounterMode(display=False), 0
 
-    def watch(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            order.setdefault(name, len(order))
+    def look(name: str, _: Seen) -> None:
+        order.setdefault(name, len(order))
 
-        return model.get_submodule(name).register_forward_hook(hook)
-
-    handles = [watch(layer.name) for _, layer in tasks]
-    try:
-        with undisturbed(model):
-            for runs, batch in enumerate(batches(data), start=1):
-                if runs == 1:
-                    with counter:
-                        run_example(model, batch)
-                elif len(order) < len(tasks):  # another batch may take another way
+    with undisturbed(model), watching(model, {layer.name: partial(look, layer.name) for _, layer in tasks}):
+        for runs, batch in enumerate(batches(data), start=1):
+            if runs == 1:
+                with counter:
                     run_example(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+            elif len(order) < len(tasks):  # another batch may take another way
+                run_example(model, batch)
     ordered = sorted([task for task in tasks if task[1].name in order], key=lambda task: order[task[1].name])
     each = runs * counter.get_total_flops()  # macs of both networks in one pass
     count = max(1, min(len(ordered), (work or WORK) // max(1, each)))
@@ -210,52 +204,32 @@ def _side_by_side(
     layers = [layer for _, layer in tasks]
     sums = {layer.name: _Sums(torch.Generator().manual_seed(seed)) for layer in layers}
     often: dict[str, int] = {}
-    with (
-        undisturbed(model),
-        undisturbed(small),
-        _calls(model, layers, often) as ours,
-        _calls(small, layers, often) as theirs,
-    ):
+    with undisturbed(model), undisturbed(small):
         for batch in batches(data):
-            for network, calls in ((model, ours), (small, theirs)):
-                for mine in calls.values():
-                    mine.clear()
-                with suppress(_Enough):
-                    run_example(network, batch)
-                if not often and all(calls.values()):
-                    often.update({name: len(mine) for name, mine in calls.items()})
+            ours = _calls(model, layers, often, batch)
+            if not often and all(ours.values()):
+                often = {name: len(mine) for name, mine in ours.items()}
+            theirs = _calls(small, layers, often, batch)
             for layer in layers:
-                for (_, wanted), (given, _) in zip(ours[layer.name], theirs[layer.name], strict=True):
+                for (_, wanted), (given, _) in zip(ours.pop(layer.name), theirs.pop(layer.name), strict=True):
                     sums[layer.name].add(layer, given, wanted)
     return sums
 
 
-class _Enough(BaseException):
-    """All layers have been called: the rest of the network need not run. No error that a network might catch."""
-
-
-@contextmanager
 def _calls(
-    model: nn.Module, layers: list[Layer], often: Mapping[str, int]
-) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
+    model: nn.Module, layers: list[Layer], often: Mapping[str, int], batch: Any
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """Inputs and outputs of layers, call by call; copies, since what follows may work in place.
 
-    Raises _Enough where all have been called as often as `often` says, unless it is empty.
+    Stops where all have been called as often as `often` says, unless it is empty.
     """
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {layer.name: [] for layer in layers}
 
-    def watch(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            given = args[0] if args else next(iter(kwargs.values()))
-            seen[name].append((given.clone(), output.clone()))
-            if often and all(len(seen[other]) >= count for other, count in often.items()):
-                raise _Enough
+    def look(mine: list[tuple[Tensor, Tensor]], call: Seen) -> None:
+        mine.append((call.given.clone(), call.output.clone()))
 
-        return model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+    def enough() -> bool:
+        return bool(often) and all(len(seen[name]) >= count for name, count in often.items())
 
-    handles = [watch(layer.name) for layer in layers]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_until(model, batch, {name: partial(look, mine) for name, mine in seen.items()}, enough)
+    return seen

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.modules import mark_of
 
 
@@ -27,26 +27,15 @@ def relative(given: Tensor, wanted: Tensor) -> Tensor:
 
 
 @contextmanager
-def _hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-    """With a forward hook on each of these modules."""
-    handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
 def outputs_of(model: nn.Module, names: list[str]) -> Iterator[dict[str, list[Tensor]]]:
     """What layers give, call by call; copies, since what follows may work in place."""
     found: dict[str, list[Tensor]] = {name: [] for name in names}
 
-    def keep(mine: list[Tensor], _module: nn.Module, _args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point():
-            mine.append(output.detach().clone())
+    def keep(mine: list[Tensor], call: Seen) -> None:
+        if isinstance(call.output, Tensor) and call.output.is_floating_point():
+            mine.append(call.output.detach().clone())
 
-    with _hooked(model, {name: partial(keep, mine) for name, mine in found.items()}):
+    with watching(model, {name: partial(keep, mine) for name, mine in found.items()}):
         yield found
 
 
@@ -55,10 +44,10 @@ def errors_of(model: nn.Module, wanted: Mapping[str, list[Tensor]]) -> Iterator[
     """‖y − y°‖² / Var(y°) for every call of a layer while the model runs."""
     found: list[Tensor] = []
 
-    def compare(left: Iterator[Tensor], _module: nn.Module, _args: Any, output: Any) -> None:
+    def compare(left: Iterator[Tensor], call: Seen) -> None:
         there = next(left, None)
-        if there is not None and isinstance(output, Tensor) and output.shape == there.shape:
-            found.append(relative(output, there))
+        if there is not None and isinstance(call.output, Tensor) and call.output.shape == there.shape:
+            found.append(relative(call.output, there))
 
-    with _hooked(model, {name: partial(compare, iter(given)) for name, given in wanted.items()}):
+    with watching(model, {name: partial(compare, iter(given)) for name, given in wanted.items()}):
         yield found

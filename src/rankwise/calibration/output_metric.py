@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from rankwise.core.moments import Moments
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import run_example, tensors_of, undisturbed
 from rankwise.surgery.fuse import followers
+from rankwise.surgery.hooks import Seen, watching
 
 UNFOLDED = 1 << 26  # entries of unfolded patches at a time
 ROWS = 64  # patches for each dimension: more hardly change a covariance
@@ -70,35 +73,27 @@ def influences(
     count = images = 0
     answers: dict[int, Moments] = {}
 
-    def watch(layer: Layer) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            given = args[0] if args else next(iter(kwargs.values()))
-            rows, _there = some_patches(layer, given.detach(), output.detach(), random)
-            check_finite(rows, count, layer.name)
-            one = found[layer.name]
-            one.seen.add(rows if one.whole else rows.reshape(len(rows), -1, 1))
-            kept = output if output.requires_grad else output.detach().requires_grad_()
-            outputs.setdefault(layer.name, []).append(kept)
-            return kept.clone()  # what follows may work in place
+    def look(layer: Layer, call: Seen) -> Tensor:
+        output: Tensor = call.output
+        rows, _there = some_patches(layer, call.given.detach(), output.detach(), random)
+        check_finite(rows, count, layer.name)
+        one = found[layer.name]
+        one.seen.add(rows if one.whole else rows.reshape(len(rows), -1, 1))
+        kept = output if output.requires_grad else output.detach().requires_grad_()
+        outputs.setdefault(layer.name, []).append(kept)
+        return kept.clone()  # what follows may work in place
 
-        return model.get_submodule(layer.name).register_forward_hook(hook, with_kwargs=True)
-
-    handles: list[Any] = []
-    try:
-        with undisturbed(model), torch.enable_grad():
-            for count, batch in enumerate(batches(data), start=1):
-                if count == 1:
-                    if means:
-                        _find_means(model, batch, layers, found)
-                    handles = [watch(layer) for layer in layers]
-                outputs.clear()
-                answer = [t for t in tensors_of(run_example(model, batch)) if t.is_floating_point()]
-                images += next((len(t) for t in answer if t.ndim), 1)
-                add_answers(answers, answer)
-                _add_metrics(found, outputs, answer, layers, random)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with undisturbed(model), torch.enable_grad(), ExitStack() as hung:
+        for count, batch in enumerate(batches(data), start=1):
+            if count == 1:
+                if means:
+                    _find_means(model, batch, layers, found)
+                hung.enter_context(watching(model, {layer.name: partial(look, layer) for layer in layers}))
+            outputs.clear()
+            answer = [t for t in tensors_of(run_example(model, batch)) if t.is_floating_point()]
+            images += next((len(t) for t in answer if t.ndim), 1)
+            add_answers(answers, answer)
+            _add_metrics(found, outputs, answer, layers, random)
     check_some(count)
     variance = variance_of(answers)
     for one in found.values():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.surgery.forward import tensors_of, undisturbed
+from rankwise.surgery.hooks import Seen, watching
 
 STEPS = 50
 MOST = 128  # images
@@ -61,8 +62,8 @@ def noise(model: nn.Module, example: Any, macs: int | None, seed: int = 0) -> li
     return found if all(bool(torch.isfinite(t).all()) for t in said) else None
 
 
-def _norms(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, NORMS) and m.running_mean is not None]
+def _norms(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, NORMS) and m.running_mean is not None]
 
 
 def _is_image(example: Any) -> bool:
@@ -80,32 +81,27 @@ def smooth_noise(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
     return scaled
 
 
-def _improve(model: nn.Module, start: Tensor, norms: list[nn.Module], steps: int) -> Tensor:
+def _improve(model: nn.Module, start: Tensor, norms: list[str], steps: int) -> Tensor:
     gaps: list[Tensor] = []
 
-    def hook(norm: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
-        axes = [a for a in range(args[0].ndim) if a != 1]
-        mean, variance = args[0].mean(axes), args[0].var(axes, unbiased=False)
+    def look(call: Seen) -> None:
+        norm: Any = call.module
+        axes = [a for a in range(call.given.ndim) if a != 1]
+        mean, variance = call.given.mean(axes), call.given.var(axes, unbiased=False)
         deviation = (norm.running_var + norm.eps).sqrt()
         off = ((mean - norm.running_mean) / deviation).square() + ((variance + 1e-8).sqrt() / deviation - 1).square()
         gaps.append(off.mean())
 
-    handles: list[Any] = []
-    try:
-        with undisturbed(model), torch.enable_grad():
-            handles = [norm.register_forward_hook(hook) for norm in norms]
-            images = start.clone().requires_grad_()
-            optimiser = torch.optim.Adam([images], lr=RATE)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-            for _ in range(steps):
-                gaps.clear()
-                model(images.clone())  # a network may work in place
-                if not gaps:
-                    return start
-                (images.grad,) = torch.autograd.grad(torch.stack(gaps).mean(), [images])
-                optimiser.step()
-                schedule.step()
-            return images.detach()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with undisturbed(model), torch.enable_grad(), watching(model, dict.fromkeys(norms, look)):
+        images = start.clone().requires_grad_()
+        optimiser = torch.optim.Adam([images], lr=RATE)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+        for _ in range(steps):
+            gaps.clear()
+            model(images.clone())  # a network may work in place
+            if not gaps:
+                return start
+            (images.grad,) = torch.autograd.grad(torch.stack(gaps).mean(), [images])
+            optimiser.step()
+            schedule.step()
+        return images.detach()

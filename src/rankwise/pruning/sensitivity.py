@@ -12,7 +12,8 @@ so that without the channels R both parts of every zᵢ change by at most Σ_{j�
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from rankwise.calibration.activations import batches, check_finite, check_some, 
 from rankwise.core.layer import Layer, canonical
 from rankwise.pruning.channels import Channels, Group
 from rankwise.surgery.forward import run_example, undisturbed
+from rankwise.surgery.hooks import Seen, watching
 
 CHUNK = 2**18  # numbers in one go: what a processor's cache holds
 LEAST = 64  # positions in one go, so that large weights are not read again for every position
@@ -44,25 +46,16 @@ def sensitivities(
     seen: set[str] = set()
     batch_number = 0
 
-    def watch(name: str) -> Any:
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            given = (args[0] if args else next(iter(kwargs.values()))).detach()
-            check_finite(given, batch_number, name)
-            seen.add(name)
-            for g, found in largest_shares(layers[name], module.weight.detach(), given, readers[name]):
-                best[name, g] = torch.maximum(best[name, g], found.to(best[name, g]))
+    def look(name: str, call: Seen) -> None:
+        given, weight = call.given.detach(), cast(Tensor, call.module.weight).detach()
+        check_finite(given, batch_number, name)
+        seen.add(name)
+        for g, found in largest_shares(layers[name], weight, given, readers[name]):
+            best[name, g] = torch.maximum(best[name, g], found.to(best[name, g]))
 
-        return model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
-
-    handles: list[Any] = []
-    try:
-        with undisturbed(model):
-            handles = [watch(name) for name in readers]
-            for batch_number, batch in enumerate(batches(data), start=1):  # noqa: B007
-                run_example(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with undisturbed(model), watching(model, {name: partial(look, name) for name in readers}):
+        for batch_number, batch in enumerate(batches(data), start=1):  # noqa: B007
+            run_example(model, batch)
     check_some(batch_number)
     return [_over_readers(g, group, best, seen) for g, group in enumerate(groups)]
 

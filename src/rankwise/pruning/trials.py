@@ -20,6 +20,7 @@ from rankwise.core.layer import LINEAR_KINDS
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Pruned
 from rankwise.surgery.forward import run_example, tensors_of, undisturbed
+from rankwise.surgery.hooks import Look, Seen, watching
 from rankwise.surgery.modules import kind_of
 from rankwise.surgery.narrow import NORMS, narrow_, part_of
 from rankwise.surgery.replace import copy_model
@@ -98,30 +99,21 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _run(probe: nn.Module, example: Any, dead: Dead) -> tuple[list[Tensor], int]:
-    handles: list[Any] = []
-    try:
-        with undisturbed(probe), FlopCounterMode(display=False) as counter:
-            for name, indices in dead.items():
-                module = probe.get_submodule(name)
-                handles.append(module.register_forward_pre_hook(_blind(module, indices), with_kwargs=True))
-            torch.manual_seed(0)  # undisturbed puts the user's random state back
-            return tensors_of(run_example(probe, example)), counter.get_total_flops() // 2
-    finally:
-        for handle in handles:
-            handle.remove()
+    blind = {name: _blind(probe.get_submodule(name), indices) for name, indices in dead.items()}
+    with undisturbed(probe), watching(probe, before=blind), FlopCounterMode(display=False) as counter:
+        torch.manual_seed(0)  # undisturbed puts the user's random state back
+        return tensors_of(run_example(probe, example)), counter.get_total_flops() // 2
 
 
-def _blind(module: Any, indices: list[int]) -> Any:
-    """A hook that puts zeros in place of some of a layer's inputs."""
+def _blind(module: Any, indices: list[int]) -> Look:
+    """Puts zeros in place of some of a layer's inputs."""
     after = 0 if kind_of(module) in LINEAR_KINDS else len(module.kernel_size)
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = args[0] if args else next(iter(kwargs.values()))
-        zero = torch.tensor(indices, device=given.device)
-        seen = given.index_fill(given.ndim - after - 1, zero, 0.0)
-        return ((seen,), {}) if args else (args, dict.fromkeys(kwargs, seen))
+    def look(call: Seen) -> Tensor:
+        zero = torch.tensor(indices, device=call.given.device)
+        return call.given.index_fill(call.given.ndim - after - 1, zero, 0.0)
 
-    return hook
+    return look
 
 
 @contextmanager

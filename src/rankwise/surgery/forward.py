@@ -1,10 +1,10 @@
-"""Forward passes that leave no trace: run an example, count what the layers do, put everything back."""
+"""Forward passes that leave no trace: run an example or a part of it, count what the layers do, put everything back."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rankwise.core.layer import LINEAR_KINDS, Call
 from rankwise.errors import RankwiseError
+from rankwise.surgery.hooks import Look, Looks, Seen, watching
 from rankwise.surgery.modules import kind_of
 
 
@@ -72,6 +73,35 @@ def run_example(model: nn.Module, example: Any) -> Any:
         ) from err
 
 
+class _Enough(BaseException):
+    """The rest of the network need not run. No `Exception`, since a network may catch those."""
+
+    def __init__(self, run: object) -> None:
+        super().__init__()
+        self.run = run
+
+
+def run_until(model: nn.Module, example: Any, after: Looks, enough: Callable[[], bool]) -> None:
+    """Run the example with these callbacks (see `watching`), and stop behind the first one after which it is enough."""
+    mine = object()  # and not the exception itself: its traceback would keep the network's tensors
+
+    def checked(look: Look) -> Look:
+        def look_and_stop(call: Seen) -> Tensor | None:
+            new = look(call)
+            if enough():
+                raise _Enough(mine)
+            return new
+
+        return look_and_stop
+
+    try:
+        with watching(model, after={name: checked(look) for name, look in after.items()}):
+            run_example(model, example)
+    except _Enough as found:
+        if found.run is not mine:  # a run around this one has had enough
+            raise
+
+
 def tensors_of(output: Any) -> list[Tensor]:
     """Every tensor in what a network gives: itself, or inside tuples, lists and dicts."""
     if isinstance(output, Tensor):
@@ -105,15 +135,10 @@ def observe(model: nn.Module, example: Any, layers: dict[str, nn.Module]) -> Obs
         raise RankwiseError("the model has lazy layers without a size yet: run it once on an input before")
     watches = {name: _Watch(module) for name, module in layers.items()}
     counter = FlopCounterMode(display=False)
-    try:
-        with undisturbed(model):
-            for watch in watches.values():
-                watch.start()
-            with counter:
-                run_example(model, example)
-    finally:
-        for watch in watches.values():
-            watch.stop()
+    after = {name: watch.after for name, watch in watches.items()}
+    before = {name: watch.before for name, watch in watches.items()}
+    with undisturbed(model), watching(model, after, before), _noticing_reads(watches.values()), counter:
+        run_example(model, example)
     calls = {name: _merge(watch.calls) for name, watch in watches.items()}
     unfit = {name: watch.unfit for name, watch in watches.items() if watch.unfit}
     return Observed(calls, counter.get_total_flops() // 2, unfit)
@@ -128,9 +153,9 @@ class _Watch:
         self.calls: list[Call] = []
         self.unfit = ""
         self.running = 0
-        self.handles: list[Any] = []
 
     def start(self) -> None:
+        """Notice reads of the weight: only a class can do that, so the module gets another one for a while."""
         watch = self
 
         class Watched(self.cls):  # type: ignore[misc,name-defined]
@@ -139,28 +164,30 @@ class _Watch:
                     watch.unfit = f"the network reads its {name} itself instead of only calling it"
                 return super().__getattr__(name)
 
-        self.handles = [
-            self.module.register_forward_pre_hook(self._before),
-            self.module.register_forward_hook(self._after, with_kwargs=True),
-        ]
         self.module.__class__ = Watched
 
     def stop(self) -> None:
         self.module.__class__ = self.cls
-        for handle in self.handles:
-            handle.remove()
 
-    def _before(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+    def before(self, _: Seen) -> None:
         self.running += 1
 
-    def _after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    def after(self, call: Seen) -> None:
         self.running -= 1
-        if len(args) + len(kwargs) > 1:
+        if len(call.args) + len(call.kwargs) > 1:
             self.unfit = "it is called with more than its input"
-        given = args[0] if args else next(iter(kwargs.values()))
-        before, after = (tuple(t.shape[t.ndim - self.dims :]) for t in (given, output))
-        rows = output.shape[: output.ndim - self.dims - 1]
+        before, after = (tuple(t.shape[t.ndim - self.dims :]) for t in (call.given, call.output))
+        rows = call.output.shape[: call.output.ndim - self.dims - 1]
         self.calls.append(Call(before, after, int(torch.Size(rows).numel())))
+
+
+@contextmanager
+def _noticing_reads(watches: Iterable[_Watch]) -> Iterator[None]:
+    with ExitStack() as started:
+        for watch in watches:
+            watch.start()
+            started.callback(watch.stop)
+        yield
 
 
 def _merge(calls: list[Call]) -> tuple[Call, ...]:

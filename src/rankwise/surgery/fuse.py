@@ -9,6 +9,7 @@ read by anybody else as well keeps its norm, because the network would not give 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import run_example, tensors_of, undisturbed
+from rankwise.surgery.hooks import Look, Seen, watching
 from rankwise.surgery.modules import mark_of
 from rankwise.surgery.replace import copy_model, swap_modules_
 
@@ -86,21 +88,25 @@ def followers(model: nn.Module, example: Any) -> dict[str, str]:
     """Norms whose only input, in one call, is the very output of one call of a layer."""
     outputs: list[tuple[str, Tensor]] = []
     inputs: list[tuple[str, Tensor]] = []
-    handles: list[Any] = []
+    after: dict[str, Look] = {}
+    before: dict[str, Look] = {}
     inner: set[nn.Module] = set()
+
+    def made(name: str, call: Seen) -> None:
+        outputs.append((name, call.output))
+
+    def read(name: str, call: Seen) -> None:
+        inputs.append((name, call.given))
+
     for name, module in model.named_modules():
         if mark_of(module) is not None:
             inner.update(module.modules())
         if isinstance(_last(module), LAYERS) and (module not in inner or mark_of(module) is not None):
-            handles.append(module.register_forward_hook(lambda _m, _a, out, name=name: outputs.append((name, out))))
+            after[name] = partial(made, name)
         elif isinstance(module, NORMS) and module.running_mean is not None:
-            handles.append(module.register_forward_pre_hook(lambda _m, args, name=name: inputs.append((name, args[0]))))
-    try:
-        with undisturbed(model):
-            run_example(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
+            before[name] = partial(read, name)
+    with undisturbed(model), watching(model, after, before):
+        run_example(model, example)
     makers = {id(out): name for name, out in outputs}  # the lists keep the tensors, so no id comes twice
     called = [name for name, _ in outputs]
     pairs = [(norm, makers[id(given)]) for norm, given in inputs if id(given) in makers]

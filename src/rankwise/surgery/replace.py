@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from rankwise.core.layer import Layer
+from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import check_finite
 from rankwise.core.moments import Moments
 from rankwise.decompositions import METRIC, OUTPUTS, Target, of
@@ -20,6 +20,7 @@ from rankwise.surgery.narrow import check_entry, narrow_, narrowed, widen_
 from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair
 
 Swap = dict[nn.Module, nn.Module]
+Match = tuple[Choice, Layer]
 
 
 def need_module(model: object) -> None:
@@ -56,13 +57,14 @@ def replace_layers_(
     fill: bool,
     moments: Mapping[str, Any] | None = None,
     later: Collection[str] = (),
+    layers: list[Match] | None = None,
 ) -> None:
     """Put the pairs of a plan into a model and narrow what it prunes.
 
     Without `fill` the weights of pairs are left for a file to set. `later` names choices that somebody fits to data
-    afterwards; until then they come from the weights alone.
+    afterwards; until then they come from the weights alone. `layers` is what `match_layers` gave, if it was called.
     """
-    layers = match_layers(model, plan)
+    layers = match_layers(model, plan) if layers is None else layers
     modules = dict(model.named_modules(remove_duplicate=False))
     for entry in plan.pruned:
         check_entry(modules.get(entry.name), entry)
@@ -94,13 +96,14 @@ def target_of(module: nn.Module, layer: Layer, outputs: Moments | None = None) -
     return Target(layer, old.weight, old.bias, outputs=outputs)
 
 
-def match_layers(model: nn.Module, plan: Plan) -> list[tuple[Choice, Layer]]:
+def match_layers(model: nn.Module, plan: Plan) -> list[Match]:
     """The model's layer for every choice of the plan, or one sentence on what does not fit."""
     need_module(model)
     if not isinstance(plan, Plan):
         raise RankwiseError(f"a Plan is needed, and {type(plan).__name__} was given: see rankwise.allocate")
     modules = dict(model.named_modules(remove_duplicate=False))
-    able: dict[str, Layer] | None = None
+    coverage: Coverage | None = None
+    able: dict[str, Layer] = {}
     found = []
     for choice in plan.choices:
         module = modules.get(choice.name)
@@ -118,10 +121,11 @@ def match_layers(model: nn.Module, plan: Plan) -> list[tuple[Choice, Layer]]:
                 f"and {choice.kind!r} in the plan"
             )
         choice.check(describe(module, choice.name))
-        if able is None:
-            able = {layer.name: layer for layer in find_layers(model).layers}
+        if coverage is None:
+            coverage = find_layers(model)
+            able = {layer.name: layer for layer in coverage.layers}
         if choice.name not in able:
-            reason = {s.name: s.reason for s in find_layers(model).skipped}.get(choice.name, "it has another name too")
+            reason = {s.name: s.reason for s in coverage.skipped}.get(choice.name, "it has another name too")
             raise RankwiseError(f"layer {choice.name!r} of the plan cannot be replaced: {reason}")
         found.append((choice, able[choice.name]))
     return found

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError
 from rankwise.planning.times import LAYOUTS
+from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.layout import in_layout, lay_out_
 from rankwise.surgery.replace import copy_model
 
@@ -196,18 +198,11 @@ def shapes_seen(model: nn.Module, run: Run, names: Sequence[str]) -> dict[str, l
     """The shape of every input that each of the modules gets in a run, call by call."""
     found: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
 
-    def watch(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[name].append(tuple((args[0] if args else next(iter(kwargs.values()))).shape))
+    def look(mine: list[tuple[int, ...]], call: Seen) -> None:
+        mine.append(tuple(call.given.shape))
 
-        return model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-
-    handles = [watch(name) for name in names]
-    try:
+    with watching(model, before={name: partial(look, mine) for name, mine in found.items()}):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 
@@ -242,23 +237,14 @@ def split_once(model: nn.Module, run: Run, names: Sequence[str]) -> Split:
     spent: dict[str, float] = {}
     started: list[float] = []
 
-    def before(_: nn.Module, args: Any) -> None:
+    def before(_: Seen) -> None:
         _wait(device)
         started.append(time.perf_counter())
 
-    def after(name: str) -> Any:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            _wait(device)
-            spent[name] = spent.get(name, 0.0) + time.perf_counter() - started.pop()
+    def after(name: str, _: Seen) -> None:
+        _wait(device)
+        spent[name] = spent.get(name, 0.0) + time.perf_counter() - started.pop()
 
-        return hook
-
-    modules = [(name, model.get_submodule(name)) for name in names]
-    handles = [m.register_forward_pre_hook(before) for _, m in modules]
-    handles += [m.register_forward_hook(after(name)) for name, m in modules]
-    try:
+    with watching(model, {name: partial(after, name) for name in names}, dict.fromkeys(names, before)):
         whole = once(run, device)
-    finally:
-        for handle in handles:
-            handle.remove()
     return whole - sum(spent.values()), spent

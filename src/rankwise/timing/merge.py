@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rankwise.core.layer import Skipped
-from rankwise.planning.plan import Choice, Plan, Pruned
 from rankwise.planning.times import MARGIN
 from rankwise.surgery.layout import in_layout, lay_out_, other_layout
 from rankwise.surgery.modules import mark_of
 from rankwise.surgery.pairs import merge_pair
 from rankwise.surgery.replace import copy_model, swap_modules_
 from rankwise.timing.clock import Timing, device_of, on_threads, race, ready_to_run, shapes_seen
-
-MERGED = "its pair was slower than one layer, so it was multiplied out"
 
 
 def merge_slow(model: nn.Module, example: Any, timing: Timing | None = None) -> tuple[nn.Module, list[str]]:
@@ -38,21 +33,6 @@ def merge_named(model: nn.Module, names: Iterable[str]) -> nn.Module:
     pairs = [merged.get_submodule(name) for name in names]
     swap_modules_(merged, {pair: merge_pair(pair) for pair in pairs if isinstance(pair, nn.Sequential)})
     return merged
-
-
-def without(plan: Plan, names: Iterable[str]) -> Plan:
-    """The plan of a network whose pairs of these names were multiplied out."""
-    gone = set(names)
-    params, macs = plan.after.params, plan.after.macs
-    layers: list[Choice | Pruned | Skipped] = []
-    for entry in plan.layers:
-        if isinstance(entry, Choice) and entry.name in gone:
-            params += entry.before.params - entry.after.params
-            macs = None if macs is None else macs + (entry.before.macs or 0) - (entry.after.macs or 0)
-            layers.append(Skipped(entry.name, entry.kind, entry.before.params, MERGED))
-        else:
-            layers.append(entry)
-    return replace(plan, layers=tuple(layers), after=replace(plan.after, params=params, macs=macs))
 
 
 def _slower(pair: nn.Module, shapes: list[tuple[int, ...]], timing: Timing) -> bool:

@@ -74,11 +74,3 @@ def pull(model: nn.Module, target: Target, recipe: Recipe, engine: Engine) -> Ca
         return penalty
 
     return begin
-
-
-def distance(model: nn.Module, target: Target, engine: Engine) -> float:
-    """√(Σ ‖W − Θ‖² / Σ ‖W‖²) over the layers that would be decomposed: what compressing would cost now."""
-    weights, theta = dict(model.named_parameters()), c_step(model, target, engine)
-    apart = sum(float((weights[n].detach() - t).square().sum()) for n, t in theta.items())
-    whole = sum(float(weights[n].detach().square().sum()) for n in theta)
-    return (apart / whole) ** 0.5 if whole else 0.0
