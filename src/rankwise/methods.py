@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.calibration.activations import each_input_moments, output_moments
+from rankwise.calibration.activations import Data, each_input_moments, output_moments
 from rankwise.core.layer import Coverage
 from rankwise.core.option import FITTED
 from rankwise.data.splits import load as load_data
@@ -23,7 +23,7 @@ from rankwise.planning.planner import Settings, find_plan
 from rankwise.planning.table import Progress, Table, Weights, build, module_weights
 from rankwise.pruning.filters import Filters
 from rankwise.surgery.coverage import find_layers
-from rankwise.surgery.forward import side_of
+from rankwise.surgery.forward import Example, side_of
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def build_table(
     groups: str | int | Iterable[int] = "all",
     exclude: Iterable[str] | str = (),
     progress: Progress | None = None,
-    data: Any = None,
+    data: Data | str | None = None,
     decompositions: Iterable[str] | None = None,
     error: str = "energy",
     **changes: Any,
@@ -154,7 +154,7 @@ def build_table(
 
 
 def table_for(
-    model: nn.Module, coverage: Coverage, settings: Settings, data: Any = None, progress: Progress | None = None
+    model: nn.Module, coverage: Coverage, settings: Settings, data: Data | None = None, progress: Progress | None = None
 ) -> Table:
     """What the settings need: spectra of the weights, and components of the outputs over the data."""
     if data is None and needs_data(settings):
@@ -173,7 +173,7 @@ def table_for(
         settings.seed,
         settings.starts,
     )
-    if "pca" in settings.decompositions:
+    if "pca" in settings.decompositions and data is not None:
         table.moments = output_moments(model, data, coverage.layers)
         for layer in coverage.layers:
             seen = table.moments[layer.name]
@@ -213,7 +213,7 @@ def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: An
             table.given[family]["output"] = output_error.tucker_curves(weight, layer, seen, whole)
 
 
-def calibration(data: Any, example: Any = None, count: int = 256) -> Any:
+def calibration(data: Data | str | None, example: Example | None = None, count: int = 256) -> Data | None:
     """Calibration data as it comes, or for a specification such as "digits" evenly spaced training images."""
     return load_data(data, "calibration", size=side_of(example)).thin(count) if isinstance(data, str) else data
 

@@ -1,33 +1,7 @@
-"""The whole job: from a model and a budget to a plan, and from a plan to a smaller network."""
+"""The whole job, once for every door: `rankwise.compress`, the command line, studies and training use `Compression`."""
 
-from rankwise.compression.job import (
-    Planner,
-    Seen,
-    build_network,
-    compress,
-    finish,
-    folds_norms,
-    is_free,
-    kept_in_time,
-    planner,
-    recovered,
-    seen_for,
-    times_for,
-    with_multiple,
-)
+from rankwise.compression.basis import Basis, Seen
+from rankwise.compression.job import Compression, compress
+from rankwise.compression.request import Request
 
-__all__ = [
-    "Planner",
-    "Seen",
-    "build_network",
-    "compress",
-    "finish",
-    "folds_norms",
-    "is_free",
-    "kept_in_time",
-    "planner",
-    "recovered",
-    "seen_for",
-    "times_for",
-    "with_multiple",
-]
+__all__ = ["Basis", "Compression", "Request", "Seen", "compress"]
