@@ -1,6 +1,6 @@
-"""`auto` on the pretrained CIFAR-10 ResNet20: on imagined inputs and on calibration images, full test set.
+"""`auto` on the pretrained CIFAR-10 ResNet20: on synthetic inputs and on calibration images, full test set.
 
-    python benchmarks/auto.py --data FOLDER [--weights FILE] [--mode imagined|calibration] [--unit params|macs]
+    python benchmarks/auto.py --data FOLDER [--weights FILE] [--mode synthetic|calibration] [--unit params|macs]
         [--removed PERCENT ...] [--recover STEPS] [--out FOLDER]
 
 FOLDER holds {train,test}.parquet of CIFAR-10. Calibration is on 1,024 training images without their labels. Nothing is
@@ -22,9 +22,8 @@ from torch import nn
 import rankwise as rw
 from rankwise.calibration.activations import batches
 from rankwise.calibration.distill import recover_
-from rankwise.compression import build_network, planner
+from rankwise.compression import Compression, Request
 from rankwise.data import splits
-from rankwise.methods import AUTO
 from rankwise.training.evaluate import evaluate
 
 REMOVED = {"params": (15, 25, 30, 35, 40, 45, 50, 60, 70, 80), "macs": (15, 25, 35, 40, 45, 50, 55, 60)}  # %
@@ -34,7 +33,7 @@ EXAMPLE = torch.zeros(1, 3, 32, 32)
 
 def main() -> None:
     parser = resnet20_arguments()
-    parser.add_argument("--mode", choices=("imagined", "calibration"), action="append")
+    parser.add_argument("--mode", choices=("synthetic", "calibration"), action="append")
     parser.add_argument("--unit", choices=tuple(REMOVED), action="append")
     parser.add_argument("--removed", type=int, action="append", help="percent, instead of all")
     parser.add_argument("--recover", type=int, default=0, metavar="STEPS")
@@ -46,7 +45,7 @@ def main() -> None:
     say(f"n = {len(test):,} test images, before: {base:.2f} %; {machine()}\n")
     say("| inputs | budget | CR-P % | CR-F % | change in top-1 | predicted effect | seconds to plan and fit |")
     say("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    for mode in args.mode or ("imagined", "calibration"):
+    for mode in args.mode or ("synthetic", "calibration"):
         fitted = fitter(model, mode, args.data)
         for unit, removed in [(u, r) for u in args.unit or REMOVED for r in args.removed or REMOVED[u]]:
             kept = None if args.out is None else args.out / f"{mode}-{unit}{removed}"
@@ -71,14 +70,15 @@ def fitter(
     """From a budget to a fitted network, its plan, its inputs, and the seconds for all; the table is made once."""
     images = list(batches(splits.load(f"parquet:{folder}", "fit").thin(IMAGES))) if mode == "calibration" else None
     start = time.perf_counter()
-    make = planner(model, EXAMPLE, rw.find_layers(model, EXAMPLE), AUTO, "auto", "resnet20", images, free=True)
+    job = Compression(model, EXAMPLE, Request(name="resnet20"), images)
+    inputs = job.basis(None).seen.inputs
+    assert inputs is not None, "resnet20 has batch norms"
     before = time.perf_counter() - start
 
     def fitted(budget: rw.Budget) -> tuple[nn.Module, rw.Plan, list[Any], str]:
         start = time.perf_counter()
-        plan, seen = make(budget)
-        small, plan = build_network(model, plan, seen)
-        return small, plan, seen.data, f"{before + time.perf_counter() - start:.0f}"
+        small, plan = job.build(job.plan(budget))
+        return small, plan, inputs.batches, f"{before + time.perf_counter() - start:.0f}"
 
     return fitted
 

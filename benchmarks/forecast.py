@@ -18,10 +18,9 @@ from common import machine, resnet20, resnet20_arguments, say
 from torch import nn
 
 import rankwise as rw
-from rankwise.compression import build_network, planner
+from rankwise.compression import Compression, Request
 from rankwise.data import splits
 from rankwise.data.splits import Split
-from rankwise.methods import AUTO
 from rankwise.training.forecast import forecast
 
 REMOVED = {"params": (25, 40, 50, 60, 70), "macs": (25, 45, 55)}  # %
@@ -42,15 +41,15 @@ def main() -> None:
     say("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
     example = torch.zeros(1, 3, 32, 32)
     images = splits.load(f"parquet:{args.data}", "fit").thin(IMAGES)
-    plan_for = planner(model, example, rw.find_layers(model, example), AUTO, "auto", "resnet20", images, free=True)
+    job = Compression(model, example, Request(name="resnet20"), images)
     for unit, removed in [(u, r) for u in REMOVED for r in REMOVED[u]]:
-        plan, looked = plan_for(rw.Budget(**{unit: 1 - removed / 100}))
-        expected = forecast(model, plan, looked, seen, args.images)
+        plan = job.plan(rw.Budget(**{unit: 1 - removed / 100}))
+        expected = forecast(model, plan, job.seen(plan), seen, args.images)
         folder = None if args.out is None else args.out / f"calibration-{unit}{removed}"
         if folder is not None and folder.exists() and rw.Plan.load(folder / "plan.json").choices == plan.choices:
             small = rw.load(folder, model)
         else:
-            small, plan = build_network(model, plan, looked)
+            small, plan = job.build(plan)
             if folder is not None:
                 rw.save(small, plan, folder)
         drop, error = lost(model, small, kept)

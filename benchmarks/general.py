@@ -26,7 +26,7 @@ from common import machine, say
 from torch import Tensor
 
 import rankwise as rw
-from rankwise.compression import build_network, is_free, planner
+from rankwise.compression import Compression, Request
 from rankwise.errors import BudgetError
 from rankwise.methods import METHODS, needs_data, settings_for
 from rankwise.pruning.filters import Filters
@@ -86,17 +86,17 @@ def compare(case: Case, mode: str, keeps: tuple[float, ...], methods: Any) -> Sc
         if isinstance(settings, Filters) or (name != "auto" and needs_data(settings) != (mode == "data")):
             continue
         data = case.calibration if mode == "data" else None
-        make = planner(case.model, case.example, coverage, settings, name, "", data, free=is_free(name, {}))
+        job = Compression(case.model, case.example, Request(name), data, coverage=coverage)
         found[name] = {}
         for keep in keeps:
             try:
-                plan, seen = make(rw.Budget(params=coverage.params - able + math.floor(keep * able)))
+                plan = job.plan(rw.Budget(params=coverage.params - able + math.floor(keep * able)))
             except BudgetError:
                 found[name][keep] = None
                 continue
-            decided = None if seen.data else tuple((c.name, c.option, c.rank) for c in plan.choices)
+            decided = None if job.seen(plan).inputs else tuple((c.name, c.option, c.rank) for c in plan.choices)
             if decided is None or decided not in same:  # methods often agree
-                same[decided] = case.scores(build_network(case.model, plan, seen)[0])
+                same[decided] = case.scores(job.build(plan)[0])
             found[name][keep] = same[decided]
     return found
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rankwise.core.layer import Layer
 from rankwise.core.option import Cost, Option
-from rankwise.decompositions import PLAIN, Request, Target, cost_at, whitened, whitened_tucker
+from rankwise.decompositions import PLAIN, Selection, Target, cost_at, whitened, whitened_tucker
 from rankwise.surgery.pairs import fill_pair_
 
 
@@ -43,4 +43,4 @@ def unit_cost(layer: Layer, option: Option) -> Cost:
 
 
 def options_for(layer: Layer, folds: Any, slices: Any) -> list[Option]:
-    return PLAIN.options(layer, Request(folds, slices))
+    return PLAIN.options(layer, Selection(folds, slices))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.calibration.activations import each_input_moments, output_moments
+from rankwise.calibration.activations import Data, each_input_moments, output_moments
 from rankwise.core.layer import Coverage
 from rankwise.core.slicing import Folds, Slices
 from rankwise.data.splits import load as load_data
@@ -26,7 +26,7 @@ from rankwise.planning.planner import Settings, find_plan
 from rankwise.planning.table import Progress, Table, Weights, build, module_weights
 from rankwise.pruning.filters import Filters
 from rankwise.surgery.coverage import find_layers
-from rankwise.surgery.forward import side_of
+from rankwise.surgery.forward import Example, side_of
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def build_table(
     slices: Slices = "all",
     exclude: Iterable[str] | str = (),
     progress: Progress | None = None,
-    data: Any = None,
+    data: Data | str | None = None,
     decompositions: Iterable[str] | None = None,
     error: str = "energy",
     **changes: Any,
@@ -157,7 +157,7 @@ def build_table(
 
 
 def table_for(
-    model: nn.Module, coverage: Coverage, settings: Settings, data: Any = None, progress: Progress | None = None
+    model: nn.Module, coverage: Coverage, settings: Settings, data: Data | None = None, progress: Progress | None = None
 ) -> Table:
     """What the settings need: spectra of the weights, and components of the outputs over the data."""
     if data is None and needs_data(settings):
@@ -165,16 +165,16 @@ def table_for(
     if isinstance(data, Iterator) and settings.error == "output":
         data = list(data)  # read more than once
     weights = module_weights(model, coverage)
-    table = build(coverage, weights, settings.request, settings.decompositions, progress)
+    table = build(coverage, weights, settings.selection, settings.decompositions, progress)
     seeing = [DECOMPOSITIONS[name] for name in settings.decompositions if DECOMPOSITIONS[name].needs == OUTPUTS]
-    if seeing:
+    if seeing and data is not None:
         table.moments = output_moments(model, data, coverage.layers)
         for layer in coverage.layers:
             seen = table.moments[layer.name]
             if seen.count:  # a layer that the data does not reach has no components: it stays as it is
                 target = Target(layer, weights[layer.name], outputs=seen)
                 for one in seeing:
-                    table.add(layer, one.score(target, settings.request))
+                    table.add(layer, one.score(target, settings.selection))
     if settings.error == "output" and len(seeing) < len(settings.decompositions):
         _measure_outputs_(table, model, weights, data)
     return table
@@ -206,7 +206,7 @@ def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: An
             table.given.setdefault((layer.name, option), {})["output"] = relative(lost, whole)
 
 
-def calibration(data: Any, example: Any = None, count: int = 256) -> Any:
+def calibration(data: Data | str | None, example: Example | None = None, count: int = 256) -> Data | None:
     """Calibration data as it comes, or for a specification such as "digits" evenly spaced training images."""
     return load_data(data, "calibration", size=side_of(example)).thin(count) if isinstance(data, str) else data
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.calibration.distill import MOVE, moved, read_effort, recover, recover_, varied
-from rankwise.compression import recovered
+from rankwise.compression import Compression, Request
 from rankwise.data.splits import load
 from sentences import check_sentence
 
@@ -140,15 +142,23 @@ def test_compress_recovers_at_the_end() -> None:
 def test_seconds_instead_of_steps() -> None:
     """As many steps as fit; whoever looks on hears how many that will be, and in the end how many it was."""
     model, data = network(), images()
-    small, _ = rw.compress(model, data[0][:1], keep=0.4, data=data)
-    before = distance(model, small, data)
     said: list[tuple[int, int]] = []
-    better = recovered(small, model, data, "1.5s", lambda i, n, _: said.append((i, n)))
-    assert distance(model, better, data) < before
+
+    def watch(stage: str) -> AbstractContextManager[Any]:
+        heard = stage == "recovery"
+        return nullcontext((lambda _, done, total: said.append((done, total))) if heard else None)
+
+    job = Compression(model, data[0][:1], Request(recover="1.5s"), data, watch)
+    small, plan = job.build(job.plan(rw.Budget(params=0.4)))
+    before = distance(model, small, data)
+    job.recover_(small, plan)
+    assert distance(model, small, data) < before
     assert [i for i, _ in said] == list(range(1, len(said) + 1))
     assert said[-1][1] <= 2 * said[-1][0]
+    kept = {name: value.clone() for name, value in small.state_dict().items()}
     for nothing in (0, "0", "0s"):
-        assert recovered(small, model, None, nothing) is small
+        Compression(model, request=Request(recover=nothing)).recover_(small, plan)
+        assert all(torch.equal(value, kept[name]) for name, value in small.state_dict().items())
     for bad in (-1, "-1", "3.5", "s", "nans", "infs", "fast", "5m", 2.5):
         assert "90s" in check_sentence(lambda: read_effort(bad))  # type: ignore[arg-type] # noqa: B023
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.calibration import effect_table, fit, output_metric, synthetic
 from rankwise.calibration.output_metric import influences
-from rankwise.compression import build_network, planner, seen_for
+from rankwise.compression import Compression, Request
 from rankwise.data import splits as images
 from rankwise.decompositions import whitened
-from rankwise.methods import AUTO
 from rankwise.models import networks
 from rankwise.planning.planner import Settings
 from rankwise.training.evaluate import evaluate
@@ -352,7 +352,7 @@ def test_the_whole_job(budget: dict[str, float], with_data: bool, tmp_path: Path
     small, plan = rw.compress(model, x[:1], **budget, **rest)
     watch.check()
     assert plan.method == "auto"
-    assert plan.search["inputs"] == ("calibration" if with_data else "imagined")
+    assert plan.search["inputs"] == ("calibration" if with_data else "synthetic")
     assert plan.choices
     assert {c.decomposition for c in plan.choices} <= {"whitened", "whitened-tucker2"}
     assert plan.settings["error"] == "effect"
@@ -381,7 +381,8 @@ def test_without_batch_norm_data_and_example_it_is_the_energy_as_before(plain: n
     assert "inputs" not in plan.search
     assert {c.decomposition for c in plan.choices} == {"svd"}
     wanted = rw.allocate(rw.build_table(plain), rw.Budget(params=0.5), model=plan.model)
-    assert plan == wanted
+    assert replace(plan, warnings=()) == wanted
+    assert "no example input" in plan.warnings[0]
     same = rw.apply_plan(plain, plan)
     assert all(torch.equal(a, b) for a, b in zip(small.parameters(), same.parameters(), strict=True))
 
@@ -396,7 +397,7 @@ def test_without_batch_norm_noise_is_better_than_nothing(plain: nn.Module, held_
     assert moved(plain, small, held_out) < moved(plain, blind, held_out)
     for choice in plan.choices:
         assert torch.equal(small.get_submodule(choice.name).decoder.bias, plain.get_submodule(choice.name).bias)
-    again, _ = build_network(plain, plan, seen_for(plain, x, plan))
+    again, _ = Compression(plain, x, Request(plan=plan)).run(None)
     assert all(torch.equal(a, b) for a, b in zip(small.parameters(), again.parameters(), strict=True))
 
 
@@ -412,7 +413,7 @@ def test_what_is_asked_for_is_what_is_done(asked: dict[str, Any]) -> None:
 
 
 def test_without_an_example_it_works_too() -> None:
-    """No example: budgets in params only, and nothing can be imagined."""
+    """No example: budgets in params only, and no inputs can be made."""
     model, x = mixed(), random_images()
     _, plan = rw.compress(model, keep=0.5, data=[x])
     assert plan.search["inputs"] == "calibration"
@@ -491,13 +492,10 @@ def test_a_plan_that_was_fitted_is_not_replayed_without_inputs(
     plain: nn.Module, seen: list[Tensor], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     _, plan = rw.compress(plain, seen[0][:1], keep=0.4, data=seen)
-    need = seen_for(plain, seen[0][:1], plan, seen)
-    assert (
-        moved(build_network(plain, plan, need)[0], rw.compress(plain, seen[0][:1], keep=0.4, data=seen)[0], seen[0])
-        == 0
-    )
+    again, _ = Compression(plain, seen[0][:1], Request(plan=plan), seen).run(None)
+    assert moved(again, rw.compress(plain, seen[0][:1], keep=0.4, data=seen)[0], seen[0]) == 0
     with pytest.raises(rw.RankwiseError, match="calibration data"):
-        build_network(plain, plan, seen_for(plain, seen[0][:1], plan))
+        Compression(plain, seen[0][:1], Request(plan=plan)).run(None)
 
 
 def test_few_options_of_a_large_layer_are_as_good_as_all(
@@ -546,8 +544,10 @@ def test_numbers_that_fail_leave_the_weights(
     watch = Untouched(model)
     small, plan = rw.compress(model, x[:1], keep=0.5, **({"data": [x]} if with_data else {}))
     watch.check()
-    assert "it did not converge" in plan.search["warning"]
-    assert "\n" not in plan.search["warning"]
+    (warning,) = plan.warnings
+    assert "it did not converge" in warning
+    assert "weights alone" in warning
+    assert "\n" not in warning
     assert plan.layers == wanted.layers
     assert numel(small) == plan.after.params
     plan.save(tmp_path / "plan.json")
@@ -560,7 +560,7 @@ def test_one_image_and_dead_channels_are_enough() -> None:
     model[1].bias.data[:5] = -1
     small, plan = rw.compress(model, x, keep=0.5, data=[x])
     assert plan.search["inputs"] == "calibration"
-    assert "warning" not in plan.search
+    assert not plan.warnings
     assert bool(torch.isfinite(small(x)).all())
     model[1].bias.data[:] = -1  # nothing gets through
     model[1].weight.data[:] = 0
@@ -579,7 +579,7 @@ def test_other_dtypes(digits: nn.Module, seen: list[Tensor], held_out: Tensor, d
     model = model.to(dtype)
     small, plan = rw.compress(model, seen[0][:1], keep=0.25, data=seen)
     assert all(p.dtype == dtype for p in small.parameters())
-    assert "warning" not in plan.search
+    assert not plan.warnings
     assert "conv2" in {c.name for c in plan.choices}
     with torch.no_grad():
         assert float((small(held_out.to(dtype)).argmax(1) == digits(held_out).argmax(1)).float().mean()) > 0.9
@@ -648,7 +648,7 @@ def test_fitted_factors_are_closer_than_those_of_the_weights(
 def test_data_is_never_worse_than_none_on_real_digits(
     name: str, keep: float, request: pytest.FixtureRequest, held_out: Tensor
 ) -> None:
-    """Calibration images, none of which are in the test; imagined ones where there is batch norm."""
+    """Calibration images, none of which are in the test; synthetic ones where there is batch norm."""
     model, x = request.getfixturevalue(name), held_out[:1]
     energy = moved(model, rw.compress(model, x, keep=keep, error="energy")[0], held_out)
     assert moved(model, rw.compress(model, x, keep=keep, data="digits")[0], held_out) <= energy
@@ -695,8 +695,8 @@ def test_what_follows_a_layer_is_not_run_to_fit_it(monkeypatch: pytest.MonkeyPat
     model = seeded(Backwards)
     x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
     parts = list(x.split(40))
-    make = planner(model, x[:1], rw.find_layers(model, x[:1]), AUTO, "auto", "", parts, free=True)
-    plan, seen = make(rw.Budget(params=0.5))
+    job = Compression(model, x[:1], data=parts)
+    plan = job.plan(rw.Budget(params=0.5))
     assert {c.name for c in plan.choices} == {"first", "second", "third"}
     runs, forward = 0, F.linear
 
@@ -706,12 +706,12 @@ def test_what_follows_a_layer_is_not_run_to_fit_it(monkeypatch: pytest.MonkeyPat
         return forward(*given)
 
     monkeypatch.setattr(F, "linear", counted)
-    small, _ = build_network(model, plan, seen)
+    small, _ = job.build(plan)
     first_batches = 3  # one for each layer, where the original network shows how often it is called
     assert runs == 1 + first_batches + len(parts) - 1  # and one to find the order
     real = fit._calls
     monkeypatch.setattr(fit, "_calls", lambda network, layers, _often, batch: real(network, layers, {}, batch))
-    whole, _ = build_network(model, plan, seen)
+    whole, _ = job.build(plan)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), small.parameters(), strict=True))
 
 
@@ -726,7 +726,7 @@ def test_operations_in_place_do_not_spoil_the_fit(plain: nn.Module, seen: list[T
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-# ---- imagined inputs -------------------------------------------------------------------------------------
+# ---- synthetic inputs ------------------------------------------------------------------------------------
 
 
 def gap_of(model: nn.Module, x: Tensor) -> dict[str, float]:
@@ -749,15 +749,13 @@ def gap_of(model: nn.Module, x: Tensor) -> dict[str, float]:
     return found
 
 
-def imagined(model: nn.Module, example: Tensor, seed: int = 0) -> list[Tensor]:
-    found = synthetic.imagine(model, example, rw.find_layers(model, example).macs, seed)
-    assert found is not None
-    return found
+def made_up(model: nn.Module, example: Tensor, seed: int = 0) -> list[Tensor]:
+    return synthetic.synthetic_images(model, example, rw.find_layers(model, example).macs, seed)
 
 
-def test_imagined_images_have_the_statistics_that_are_remembered(digits: nn.Module) -> None:
+def test_synthetic_images_have_the_statistics_that_are_remembered(digits: nn.Module) -> None:
     watch = Untouched(digits)
-    found = imagined(digits, torch.zeros(1, 1, 8, 8))
+    found = made_up(digits, torch.zeros(1, 1, 8, 8))
     watch.check()
     got = torch.cat(found)
     assert got.shape == (synthetic.MOST, 1, 8, 8)
@@ -767,8 +765,8 @@ def test_imagined_images_have_the_statistics_that_are_remembered(digits: nn.Modu
     assert list(before) == ["bn1", "bn2", "bn3"]
     for name in before:
         assert after[name] < 0.5 * before[name]
-    assert all(torch.equal(a, b) for a, b in zip(found, imagined(digits, torch.zeros(3, 1, 8, 8)), strict=True))
-    assert not torch.equal(found[0], imagined(digits, torch.zeros(1, 1, 8, 8), seed=1)[0])
+    assert all(torch.equal(a, b) for a, b in zip(found, made_up(digits, torch.zeros(3, 1, 8, 8)), strict=True))
+    assert not torch.equal(found[0], made_up(digits, torch.zeros(1, 1, 8, 8), seed=1)[0])
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 9, 14), (2, 3, 16, 5), (1, 3, 7, 7)], ids=str)
@@ -778,11 +776,11 @@ def test_images_need_not_be_square(shape: tuple[int, ...]) -> None:
             nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(inplace=True), nn.Conv2d(12, 12, 3)
         )
     )
-    found = imagined(model, torch.zeros(shape))
+    found = made_up(model, torch.zeros(shape))
     assert all(x.shape[1:] == shape[1:] for x in found)
     assert all(bool(torch.isfinite(x).all()) for x in found)
     _, plan = rw.compress(model, torch.zeros(shape), keep=0.6)
-    assert plan.search["inputs"] == "imagined"
+    assert plan.search["inputs"] == "synthetic"
 
 
 def test_noise_is_smooth_and_of_variance_one() -> None:
@@ -792,28 +790,35 @@ def test_noise_is_smooth_and_of_variance_one() -> None:
     assert float(steps) < 0.5  # independent pixels would give 2
 
 
-def test_nothing_is_imagined_where_nothing_is_remembered() -> None:
+def refuses(make: Any, model: nn.Module, example: Any, macs: int | None) -> str:
+    """The reason why there are no inputs."""
+    with pytest.raises(synthetic.NoInputs) as caught:
+        make(model, example, macs)
+    return str(caught.value)
+
+
+def test_nothing_is_made_where_nothing_is_remembered() -> None:
+    make, noise = synthetic.synthetic_images, synthetic.noise
     x = torch.zeros(1, 3, 8, 8)
     bare = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
     forgetful = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False))
     flat = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     normed = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-    assert synthetic.imagine(bare, x, 1000) is None
-    assert synthetic.imagine(forgetful, x, 1000) is None
-    assert synthetic.imagine(flat, torch.zeros(2, 8), 1000) is None
-    assert synthetic.imagine(normed, None, None) is None
-    assert synthetic.imagine(normed, (x,), 1000) is None
-    assert synthetic.imagine(normed, x.long(), 1000) is None
+    assert "no batch norm" in refuses(make, bare, x, 1000)
+    assert "no batch norm" in refuses(make, forgetful, x, 1000)
+    assert "images" in refuses(make, flat, torch.zeros(2, 8), 1000)
+    assert "no example" in refuses(make, normed, None, None)
+    assert "images" in refuses(make, normed, (x,), 1000)
+    assert "images" in refuses(make, normed, x.long(), 1000)
     broken = copy.deepcopy(normed)
     broken[0].weight.data[0] = torch.nan
-    assert synthetic.imagine(broken, x, 1000) is None
-    assert synthetic.imagine(normed, x, 1000) is not None
-    assert synthetic.noise(normed, x, 1000) is None, "it has something better"
-    assert synthetic.noise(bare, None, None) is None
-    assert synthetic.noise(bare, x.long(), 1000) is None
-    assert synthetic.noise(nn.Sequential(bare, nn.Flatten(), nn.Linear(3, 3)), x, 1000) is None, "it does not run"
-    found = synthetic.noise(bare, x, 1000)
-    assert found is not None
+    assert "finite" in refuses(make, broken, x, 1000)
+    assert make(normed, x, 1000)
+    assert "batch norms" in refuses(noise, normed, x, 1000), "it has something better"
+    assert "no example" in refuses(noise, bare, None, None)
+    assert "images" in refuses(noise, bare, x.long(), 1000)
+    assert "could not run" in refuses(noise, nn.Sequential(bare, nn.Flatten(), nn.Linear(3, 3)), x, 1000)
+    found = noise(bare, x, 1000)
     assert [len(part) for part in found] == [64, 64]
 
 
@@ -846,7 +851,7 @@ class Asks(InPlaceFirst):
 
 
 @pytest.mark.parametrize("make", [InPlaceFirst, NoGradient, Asks])
-def test_a_network_that_cannot_imagine_is_compressed_by_its_weights(make: Any) -> None:
+def test_a_network_without_inputs_is_compressed_by_its_weights(make: Any) -> None:
     """Nobody asked for images: what worked without them must work still."""
     model = seeded(make)
     watch = Untouched(model)
@@ -881,11 +886,11 @@ def test_the_command_line(
     save_file(digits.state_dict(), weights)
     common = ["compress", "digits-cnn", "--weights", weights, *(["--data", "digits"] if with_data else [])]
     folder = tmp_path / "o"
-    status, out, _ = run(capsys, *common, "--keep", 0.5, "--no-never-slower", "--out", folder)
+    status, out, _ = run(capsys, *common, "--keep", 0.5, "--out", folder)
     assert status == 0
     assert "done" in out
     plan = rw.Plan.load(folder / "plan.json")
-    inputs = "calibration" if with_data else "imagined"
+    inputs = "calibration" if with_data else "synthetic"
     assert plan.search["inputs"] == inputs
     small = rw.load(folder, digits)
     same, wanted = rw.compress(digits, torch.zeros(1, 1, 8, 8), keep=0.5, data="digits" if with_data else None)

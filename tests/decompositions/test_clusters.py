@@ -21,7 +21,7 @@ from rankwise.core.fold import all_folds, fold_for
 from rankwise.core.layer import Layer
 from rankwise.core.measures import MEASURES
 from rankwise.core.option import Cost, Option
-from rankwise.decompositions import Request, clusters, cost_at, full_rank
+from rankwise.decompositions import Selection, clusters, cost_at, full_rank
 from rankwise.decompositions.clusters import CLUSTERINGS, consecutive
 from rankwise.decompositions.slices import slice_ranks
 from rankwise.surgery.modules import Branches
@@ -217,7 +217,7 @@ def test_consecutive_clusters_are_slices(kind: str, data: Data) -> None:
     """Where k divides the channels: the same function, errors and params as svd with k slices."""
     module, x, layer = draw_case(data, kind)
     k = data.draw(st.sampled_from([k for k in range(1, layer.channels + 1) if layer.channels % k == 0]))
-    (option,) = clusters.options(module.weight, layer, k, Request(clustering="consecutive"))
+    (option,) = clusters.options(module.weight, layer, k, Selection(clustering="consecutive"))
     plain = Option(option.fold, k)
     model = nn.Sequential(module)
     table = rw.build_table(
@@ -254,11 +254,11 @@ def test_clusterings_are_partitions_and_deterministic(clustering: str, data: Dat
     module, _, layer = draw_case(data, data.draw(st.sampled_from(KINDS)))
     k, seed = data.draw(st.integers(1, layer.channels + 3)), data.draw(st.integers(0, 9))
     before = torch.get_rng_state()
-    request = Request(clustering=clustering, seed=seed, starts=3)
-    found = clusters.options(module.weight, layer, k, request)
+    selection = Selection(clustering=clustering, seed=seed, starts=3)
+    found = clusters.options(module.weight, layer, k, selection)
     assert torch.equal(torch.get_rng_state(), before), "nobody's random numbers are drawn"
     assert found == clusters.options(
-        module.weight.clone(), layer, k, Request(clustering=clustering, seed=seed, starts=3)
+        module.weight.clone(), layer, k, Selection(clustering=clustering, seed=seed, starts=3)
     )
     assert len(set(found)) == len(found) >= 1
     for option in found:
@@ -296,7 +296,7 @@ def test_projective_is_never_worse_than_consecutive_for_many_filters(seed: int) 
     module.weight.data = torch.randn(module.weight.shape, generator=generator, dtype=torch.float64)
     layer = layer_of(module)
     near = consecutive(24, 3)
-    found = [option.clusters for option in clusters.options(module.weight, layer, 3, Request(starts=3))]
+    found = [option.clusters for option in clusters.options(module.weight, layer, 3, Selection(starts=3))]
     for j in clusters._dimensions(layer, near):
         assert min(objective(module, c, j) for c in found) <= objective(module, near, j) * (1 + 1e-9)
 
@@ -335,11 +335,11 @@ def test_planted_subspaces_are_found(
     for seed in range(2):
         module, wanted, _ = planted(18, sizes, dimension, seed, taps)
         layer = layer_of(module)
-        options = clusters.options(module.weight, layer, len(sizes), Request(clustering=clustering, starts=starts))
+        options = clusters.options(module.weight, layer, len(sizes), Selection(clustering=clustering, starts=starts))
         assert wanted in [{frozenset(members) for members in o.clusters} for o in options]
         whole = float(module.weight.detach().square().sum())
         assert min(objective(module, o.clusters, dimension) for o in options) < 1e-9 * whole
-        (near,) = clusters.options(module.weight, layer, len(sizes), Request(clustering="consecutive"))
+        (near,) = clusters.options(module.weight, layer, len(sizes), Selection(clustering="consecutive"))
         assert objective(module, near.clusters, dimension) > 0.05 * whole
 
 
@@ -376,7 +376,7 @@ def test_more_starts_are_never_worse_and_seeds_matter() -> None:
     torch.manual_seed(0)
     noise = nn.Linear(30, 18).double()
     layer = layer_of(noise)
-    found = {clusters.options(noise.weight, layer, 3, Request(seed=seed, starts=2))[0] for seed in range(4)}
+    found = {clusters.options(noise.weight, layer, 3, Selection(seed=seed, starts=2))[0] for seed in range(4)}
     assert len(found) > 1
 
 
@@ -391,7 +391,7 @@ def test_edges() -> None:
         layer = layer_of(module)
         for clustering in CLUSTERINGS:
             for k in (1, 2, layer.channels, layer.channels + 5):
-                for option in clusters.options(module.weight, layer, k, Request(clustering=clustering)):
+                for option in clusters.options(module.weight, layer, k, Selection(clustering=clustering)):
                     members = sorted(c for cluster in option.clusters for c in cluster)
                     assert members == list(range(layer.channels))
                     assert all(option.clusters)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rankwise as rw
-from rankwise.decompositions import Request
+from rankwise.decompositions import Selection
 from rankwise.planning.knapsack import at_price
 from rankwise.planning.menu import menus
 
@@ -31,13 +31,13 @@ def table(seed: int = 0) -> rw.Table:
 
 @pytest.mark.parametrize("unit", ["params", "macs"])
 def test_at_price_zero_nothing_is_lost(unit: str) -> None:
-    offered = menus(table(), (unit,), "residual", Request((0,), 1))
+    offered = menus(table(), (unit,), "residual", Selection((0,), 1))
     assert [p.error for p in at_price(offered, 0.0)] == [0.0] * len(offered)
 
 
 @given(seed=st.integers(0, 20), prices=st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=2).map(sorted))
 def test_ranks_never_rise_with_the_price(seed: int, prices: list[float]) -> None:
-    offered = menus(table(seed), ("params",), "residual", Request((0,), 1))
+    offered = menus(table(seed), ("params",), "residual", Selection((0,), 1))
     cheap, dear = (at_price(offered, price) for price in prices)
     for before, after in zip(cheap, dear, strict=True):
         assert after.cost <= before.cost
@@ -50,7 +50,7 @@ def test_the_plan_is_what_its_price_says(seed: int, keep: float) -> None:
     spectra = table(seed)
     plan = rw.allocate(spectra, rw.Budget(params=keep), method="l-rank")
     assert plan.keep() <= keep
-    offered = menus(spectra, ("params",), "residual", Request((0,), 1))
+    offered = menus(spectra, ("params",), "residual", Selection((0,), 1))
     chosen = {
         m.layer.name: p for m, p in zip(offered, at_price(offered, plan.search["price"] * (1 + 1e-9)), strict=True)
     }
@@ -61,7 +61,7 @@ def test_the_plan_is_what_its_price_says(seed: int, keep: float) -> None:
 def test_each_layer_by_hand() -> None:
     """Against the definition, straight from an SVD: argmin over ranks of λ·r(f + cκ²) + Σ_{i>r} σᵢ²."""
     model, price = network(), 0.004
-    offered = menus(table(), ("params",), "residual", Request((0,), 1))
+    offered = menus(table(), ("params",), "residual", Selection((0,), 1))
     for menu, point in zip(offered, at_price(offered, price), strict=True):
         matrix = model.get_submodule(menu.layer.name).weight.detach().double().flatten(1)
         sigma = torch.linalg.svdvals(matrix)

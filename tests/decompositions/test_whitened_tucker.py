@@ -166,13 +166,14 @@ def test_auto_takes_it_where_it_pays(
 
 
 def test_a_plan_can_be_built_again_from_the_same_data(network: nn.Sequential, images: Tensor, tmp_path: Path) -> None:
-    from rankwise.compression import build_network, seen_for
+    from rankwise.compression import Compression, Request
 
     small, plan = rw.compress(network, images[:1], keep=0.15, data=[images])
     plan.save(tmp_path / "plan.json")
     again = rw.Plan.load(tmp_path / "plan.json")
     assert again == plan
-    other, _ = build_network(network, again, seen_for(network, images[:1], again, [images]))
+    other, same = Compression(network, images[:1], Request(plan=again), [images]).run(None)
+    assert same == again
     with torch.no_grad():
         torch.testing.assert_close(other(images), small(images))
     with pytest.raises(rw.RankwiseError, match="calibration data"):

@@ -351,6 +351,7 @@ def test_a_reader_that_the_data_never_reaches_keeps_its_channels() -> None:
     _, plan = rw.compress(model, {"x": x, "other": True}, method="pfp", keep=0.8, data=[{"x": x}])
     assert [g["layers"] for g in plan.search["groups"]] == [["used"]]
     assert "does not reach" in next(s.reason for s in plan.kept if s.name == "extra")
+    assert "does not reach those who read extra" in plan.warnings[0]
 
 
 def changed(plan: Plan, layer: str, **what: Any) -> Plan:

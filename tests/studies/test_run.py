@@ -78,10 +78,11 @@ def test_rows_are_complete(tmp_path: Path) -> None:
 
 
 def test_shared_work_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankwise.compression import basis
     from rankwise.studies import reference
 
     counted = {"train": 0, "table": 0}
-    train, table = reference.steps.train, reference.table_for
+    train, table = reference.steps.train, basis.table_for
 
     def training(*args: Any) -> Any:
         counted["train"] += 1
@@ -92,7 +93,7 @@ def test_shared_work_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return table(*args)
 
     monkeypatch.setattr(reference.steps, "train", training)
-    monkeypatch.setattr(reference, "table_for", tabling)
+    monkeypatch.setattr(basis, "table_for", tabling)
     run(make(methods=["alds", {"method": "alds", "error": "max", "label": "max"}, "svd", "pca"]), tmp_path)
     assert counted == {"train": 1, "table": 3}
 

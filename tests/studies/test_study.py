@@ -116,9 +116,13 @@ def test_names_say_what_decides_and_nothing_else() -> None:
     assert make(keeps=[0.8]).cells()[0].name == name
     assert make(repeats=2).cells()[0].name == name
     assert make(title="another").cells()[0].name == name
+    # Rows from before there were `recover` and `calibrate` keep their names.
+    assert make().cells()[0].entry.identity == {"method": "alds", "label": "alds", "settings": {}}
     for change in (
         {"methods": [{"method": "alds", "error": "max"}]},
         {"methods": [{"method": "alds", "label": "other"}]},
+        {"methods": [{"method": "alds", "recover": 3}]},
+        {"methods": [{"method": "alds", "calibrate": 0}]},
         {"keeps": [0.81]},
         {"unit": "macs"},
         {"retrain": [0.5]},
@@ -200,6 +204,8 @@ def test_bare_values_need_one_meaning() -> None:
         ({"methods": ["magic"]}, "unknown method 'magic'"),
         ({"methods": [{"method": "alds", "grops": 3}]}, "unknown setting 'grops'"),
         ({"methods": [{"label": "x"}]}, "unknown method ''"),
+        ({"methods": [{"method": "alds", "recover": "soon"}]}, "recover='soon' is not understood"),
+        ({"methods": [{"method": "alds", "calibrate": -1}]}, "calibrate = -1"),
         ({"methods": ["alds", "alds"]}, "two methods called 'alds'"),
         ({"paper": "tab:oneshot"}, "'paper' of test.toml must be a list"),
         ({"mode": "twice"}, "possible are oneshot, sweep, iterate"),

@@ -182,6 +182,9 @@ def test_never_slower_unless_the_budget_needs_it(seed: int, keep: float, slow: f
     found = plan.search["latency"]
     slower = {name for name, (dense, pair) in found["layers"].items() if pair > dense}
     assert set(found["slower"]) == slower
+    unsure = {name for name, (dense, pair) in found["layers"].items() if not pair < MARGIN * dense}
+    assert bool(plan.warnings) == bool(unsure)
+    assert all(name in plan.warnings[0].rpartition(" in ")[2] for name in unsure)
     if not slower:
         assert seconds_of(table, plan) <= table.times.total / NANO  # type: ignore[union-attr]
     # With the slower layers left whole there would be no plan at all: none of them is there without need.
@@ -453,11 +456,15 @@ def test_a_plan_that_is_too_slow_is_made_again(monkeypatch: pytest.MonkeyPatch) 
     assert len(made) > 1
     assert plan.budget == budget
     assert plan.search["latency"]["measured"] <= budget.latency
+    assert not plan.warnings
     assert made[0].search["objective"] <= plan.search["objective"]
     # Nothing is fast enough: the fastest there is, and it says so.
     plan, made, budget = settled([9.0], monkeypatch)
     assert plan.search["latency"]["measured"] > 1 > (budget.latency or 1)
     assert plan.search["latency"]["measured"] == pytest.approx(9 * min(p.keep("latency") for p in made))
+    (warning,) = plan.warnings
+    assert f"{plan.search['latency']['measured']:.3f} of the dense network's time" in warning
+    assert "nothing faster was found" in warning
 
 
 def test_a_plan_that_is_faster_than_need_be_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +489,8 @@ def test_compress_for_a_latency() -> None:
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     common = ["compress", "digits-cnn", "--error", "energy", "--out", str(tmp_path / "o"), "--json"]
-    for flags, measured in (([], True), (["--no-never-slower"], False), (["--method", "svd-energy"], False)):
+    svd = ["--method", "svd-energy"]
+    for flags, measured in (([], False), (["--never-slower"], True), (["--no-never-slower"], False), (svd, False)):
         assert main([*common, "--keep", "0.6", *flags, "--timing", "batch=2,repeats=1"]) == 0
         plan = json.loads(capsys.readouterr().out)["plan"]
         assert ("latency" in plan["search"]) == measured

@@ -14,10 +14,9 @@ from test_commands import refused, run
 from torch import nn
 
 import rankwise as rw
-from rankwise.compression import Planner, Seen, build_network, planner
+from rankwise.compression import Compression, Seen
 from rankwise.data import splits as images
 from rankwise.errors import BudgetError, RankwiseError
-from rankwise.methods import AUTO
 from rankwise.models import networks
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
@@ -25,6 +24,8 @@ from rankwise.training.evaluate import evaluate
 from rankwise.training.forecast import Forecast, can_forecast, forecast, temperature
 from rankwise.training.limits import ROUNDS, STEP, Trial, smallest
 from rankwise.training.loop import fit_
+
+EXAMPLE = torch.zeros(1, 1, 8, 8)
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +44,29 @@ def weights(trained: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="module")
-def planned(trained: nn.Module) -> Planner:
-    return planner_of(trained, images.load("digits", "fit").thin(256))
+def job(trained: nn.Module) -> Compression:
+    return Compression(trained, EXAMPLE, data=images.load("digits", "fit").thin(256))
 
 
-def planner_of(model: nn.Module, data: Any) -> Planner:
-    example = torch.zeros(1, 1, 8, 8)
-    return planner(model, example, rw.find_layers(model, example), AUTO, "auto", "", data, free=True)
+def expect(job: Compression, plan: Plan) -> Forecast:
+    return forecast(job.model, plan, job.seen(plan), images.load("digits", "test"))
 
 
-def test_a_smaller_network_is_expected_to_lose_more(trained: nn.Module, planned: Planner) -> None:
+def test_a_smaller_network_is_expected_to_lose_more(job: Compression) -> None:
     test = images.load("digits", "test")
-    found = [forecast(trained, *planned(Budget(params=keep)), test) for keep in (0.6, 0.3, 0.1, 0.05)]
+    found = [expect(job, job.plan(Budget(params=keep))) for keep in (0.6, 0.3, 0.1, 0.05)]
     assert all(f.low < f.drop < f.high and f.n == len(test) for f in found)
     assert [f.drop for f in found] == sorted(f.drop for f in found)
     assert found[-1].drop > found[0].drop + 0.1
 
 
 @pytest.mark.parametrize("keep", [0.6, 0.3, 0.15, 0.1])
-def test_what_is_measured_lies_in_the_interval(trained: nn.Module, planned: Planner, keep: float) -> None:
+def test_what_is_measured_lies_in_the_interval(job: Compression, keep: float) -> None:
     test = images.load("digits", "test")
-    plan, seen = planned(Budget(params=keep))
-    expected = forecast(trained, plan, seen, test)
-    small, _ = build_network(trained, plan, seen)
-    assert expected.low <= evaluate(trained, test).top1 - evaluate(small, test).top1 <= expected.high
+    plan = job.plan(Budget(params=keep))
+    expected = expect(job, plan)
+    small, _ = job.build(plan)
+    assert expected.low <= evaluate(job.model, test).top1 - evaluate(small, test).top1 <= expected.high
 
 
 @pytest.mark.parametrize("wanted", [0.3, 1.0, 2.5, 10.0])
@@ -79,18 +79,16 @@ def test_the_temperature_is_found(wanted: float) -> None:
     assert temperature(7 * logits, labels) == pytest.approx(7 * temperature(logits, labels), rel=0.01)
 
 
-def test_a_forecast_leaves_no_trace(trained: nn.Module, planned: Planner) -> None:
-    test = images.load("digits", "test")
+def test_a_forecast_leaves_no_trace(trained: nn.Module, job: Compression) -> None:
     before = {name: value.clone() for name, value in trained.state_dict().items()}
-    plan, seen = planned(Budget(params=0.3))
-    one = forecast(trained, plan, seen, test)
-    assert one == forecast(trained, plan, seen, test)
+    plan = job.plan(Budget(params=0.3))
+    assert expect(job, plan) == expect(job, plan)
     assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
-    assert build_network(trained, plan, seen)[1] == plan
+    assert job.build(plan)[1] == plan
 
 
-def test_imagined_inputs_are_put_on_the_scale_of_real_ones() -> None:
-    """The effect is relative to the variance of outputs; that of imagined inputs is another one."""
+def test_synthetic_inputs_are_put_on_the_scale_of_real_ones() -> None:
+    """The effect is relative to the variance of outputs; that of synthetic inputs is another one."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2)),
@@ -99,14 +97,15 @@ def test_imagined_inputs_are_put_on_the_scale_of_real_ones() -> None:
     fit_(model, images.load("digits", "fit"), epochs=4)
     model.eval()
     test = images.load("digits", "test")
-    plan, seen = planner_of(model, None)(Budget(params=0.4))
-    assert plan.search["inputs"] == "imagined"
+    job = Compression(model, EXAMPLE)
+    plan = job.plan(Budget(params=0.4))
+    assert plan.search["inputs"] == "synthetic"
     known = replace(
         plan, search={**plan.search, "variance": 4 * plan.search["variance"], "objective": plan.search["objective"] / 4}
     )
-    assert forecast(model, plan, seen, test) == forecast(model, known, seen, test)
-    small, _ = build_network(model, plan, seen)
-    expected = forecast(model, plan, seen, test)
+    assert expect(job, plan) == expect(job, known)
+    small, _ = job.build(plan)
+    expected = expect(job, plan)
     assert expected.low <= evaluate(model, test).top1 - evaluate(small, test).top1 <= expected.high
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,26 @@ from torch.nn import functional as F
 from rankwise.core.layer import Layer
 from rankwise.core.moments import Moments
 from rankwise.errors import RankwiseError
-from rankwise.surgery.forward import run_example, undisturbed
+from rankwise.surgery.forward import Batches, Example, run_example, undisturbed
 from rankwise.surgery.hooks import Seen, watching
 
 
-def output_moments(
-    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
-) -> dict[str, Moments]:
+@runtime_checkable
+class Labelled(Protocol):
+    """Batches of inputs with labels, such as a split of `rankwise.data`: the labels are not looked at."""
+
+    def batches(self, batch_size: int, /) -> Iterable[tuple[Example, Any]]: ...
+
+
+Data = Batches | Labelled
+
+
+def output_moments(model: nn.Module, data: Data, layers: Iterable[Layer], max_gb: float = 2.0) -> dict[str, Moments]:
     """Moments of every layer's outputs before what follows, G = 1 and d = filters: one sample for each position."""
     return {la.name: seen for la, seen in _collect(model, data, layers, _outputs, lambda la: la.filters**2, max_gb)}
 
 
-def input_moments(
-    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
-) -> dict[str, Moments]:
+def input_moments(model: nn.Module, data: Data, layers: Iterable[Layer], max_gb: float = 2.0) -> dict[str, Moments]:
     """Moments of the patches that every layer sees, (G, c/G · Πκ) in the order of the fold f│chw.
 
     A transposed convolution sees single positions: d = c/G, since each input position meets all taps.
@@ -39,7 +45,7 @@ def input_moments(
 
 
 def each_input_moments(
-    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], max_gb: float = 2.0
+    model: nn.Module, data: Data, layers: Iterable[Layer], max_gb: float = 2.0
 ) -> Iterator[tuple[Layer, Moments]]:
     """`input_moments` one by one: whoever does not keep them needs memory for one pass only."""
     return _collect(model, data, layers, patches, lambda la: la.groups * patch_size(la) ** 2, max_gb)
@@ -104,7 +110,7 @@ def positions_of(activation: Tensor, dims: int) -> Tensor:
 
 
 def _collect(
-    model: nn.Module, data: Iterable[Any], layers: Iterable[Layer], samples: Any, size: Any, max_gb: float
+    model: nn.Module, data: Data, layers: Iterable[Layer], samples: Any, size: Any, max_gb: float
 ) -> Iterator[tuple[Layer, Moments]]:
     """Run the data once for each pass; a pass takes as many layers as their covariances fit into memory."""
     passes = _passes(list(layers), size, max_gb)
@@ -138,7 +144,7 @@ def _passes(layers: list[Layer], size: Any, max_gb: float) -> list[list[Layer]]:
     return passes
 
 
-def _one_pass(model: nn.Module, data: Iterable[Any], layers: list[Layer], samples: Any) -> dict[str, Moments]:
+def _one_pass(model: nn.Module, data: Data, layers: list[Layer], samples: Any) -> dict[str, Moments]:
     moments = {layer.name: Moments() for layer in layers}
     batch_number = 0
 
@@ -167,11 +173,11 @@ def check_some(batches_seen: int) -> None:
         raise RankwiseError("the calibration data is empty: give at least one batch of inputs")
 
 
-def batches(data: Any) -> Iterator[Any]:
+def batches(data: Data) -> Iterator[Example]:
     """Inputs one by one: a tensor is one batch, a split of `rankwise.data` gives its images without labels."""
     if isinstance(data, Tensor):
         yield data
-    elif hasattr(data, "batches"):
+    elif isinstance(data, Labelled):
         for inputs, _ in data.batches(128):
             yield inputs
     else:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.calibration.activations import batches, check_some
+from rankwise.calibration.activations import Data, batches, check_some
 from rankwise.calibration.layer_targets import errors_of, outputs_of, replaced
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import run_example, tensors_of, undisturbed
@@ -59,7 +59,7 @@ def read_effort(asked: int | str) -> tuple[int, float | None]:
 def recover(
     small: nn.Module,
     original: nn.Module,
-    data: Iterable[Any],
+    data: Data,
     steps: int = 300,
     seconds: float | None = None,
     rate: float = RATE,
@@ -75,7 +75,7 @@ def recover(
 def recover_(
     small: nn.Module,
     original: nn.Module,
-    data: Iterable[Any],
+    data: Data,
     steps: int = 300,
     seconds: float | None = None,
     rate: float = RATE,
@@ -181,7 +181,7 @@ def moved(images: Tensor, random: torch.Generator) -> Tensor:
     return found
 
 
-def _pieces(original: nn.Module, data: Iterable[Any]) -> tuple[list[Any], float]:
+def _pieces(original: nn.Module, data: Data) -> tuple[list[Any], float]:
     """Inputs, and the variance of what the original network says to them; plain tensors become one to draw from."""
     found, answers = [], []
     with undisturbed(original):
@@ -191,8 +191,9 @@ def _pieces(original: nn.Module, data: Iterable[Any]) -> tuple[list[Any], float]
     check_some(len(found))
     if not answers[0]:
         raise RankwiseError("the network gives no numbers to learn from: recovery needs outputs that are tensors")
-    plain = all(isinstance(b, Tensor) and b.shape[1:] == found[0].shape[1:] for b in found)
-    return [torch.cat(found)] if plain else found, _variance(answers)
+    plain = [b for b in found if isinstance(b, Tensor)]
+    alike = len(plain) == len(found) and len({b.shape[1:] for b in plain}) == 1
+    return [torch.cat(plain)] if alike else found, _variance(answers)
 
 
 def _answers(output: Any) -> list[Tensor]:

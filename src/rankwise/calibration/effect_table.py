@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rankwise.calibration.output_metric import Influence, influences
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import check_finite
-from rankwise.decompositions import DECOMPOSITIONS, METRIC, PLAIN, Request, Target
+from rankwise.decompositions import DECOMPOSITIONS, METRIC, PLAIN, Selection, Target
 from rankwise.decompositions.whitened import root_of, share_for, shrunk
 from rankwise.planning.planner import Settings
 from rankwise.planning.table import Progress, Table, fingerprint, module_weights
@@ -48,9 +48,9 @@ def effect_table(
             target = target_for(layer, weight, one, least)
             for name in settings.decompositions:
                 if DECOMPOSITIONS[name].needs == METRIC:
-                    table.add(layer, DECOMPOSITIONS[name].score(target, settings.request))
+                    table.add(layer, DECOMPOSITIONS[name].score(target, settings.selection))
         elif one.seen.count or not real:
-            _add_plain(table, layer, weight, one, settings.request)
+            _add_plain(table, layer, weight, one, settings.selection)
     if progress:
         progress("", len(coverage.layers), len(coverage.layers))
     return table, found
@@ -62,12 +62,12 @@ def target_for(layer: Layer, weight: Tensor, one: Influence, least: float) -> Ta
     return Target(layer, weight, moment=shrunk(one.moment, share), metric=root_of(one.metric))
 
 
-def _add_plain(table: Table, layer: Layer, weight: Tensor, one: Influence, request: Request) -> None:
+def _add_plain(table: Table, layer: Layer, weight: Tensor, one: Influence, selection: Selection) -> None:
     """Options from the weight alone, in the same unit: of a layer that is too wide, or that no input reaches.
 
     Of the latter nobody knows what it does: as if the outputs were lost with its weights.
     """
-    scores = PLAIN.score(Target(layer, weight), request)
+    scores = PLAIN.score(Target(layer, weight), selection)
     table.add(layer, scores)
     for option in scores.spectra:
         residual = table.curve(layer, option, "residual").values()

@@ -1,4 +1,4 @@
-"""Inputs without data: images that give every batch norm the statistics it remembers from training.
+"""Synthetic inputs: images that give every batch norm the statistics it remembers from training.
 
 Batch norms keep the mean and variance of what they saw. Starting from smooth noise, images are changed by gradient
 descent until the statistics of the whole batch, at every batch norm, are close to those (Cai et al. 2020, "ZeroQ").
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.surgery.forward import tensors_of, undisturbed
+from rankwise.errors import RankwiseError
+from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.hooks import Seen, watching
 
 STEPS = 50
@@ -26,48 +27,73 @@ RATE = 0.2
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def imagine(model: nn.Module, example: Any, macs: int | None, seed: int = 0) -> list[Tensor] | None:
-    """Batches of inputs in the shape of the example; None where a network has no batch norm to remember anything."""
-    norms = _norms(model)
-    if not norms or not _is_image(example) or not macs:
-        return None
-    each = 3 * macs / max(1, len(example))  # forward and backward
+class NoInputs(RankwiseError):
+    """No inputs can be made up for a network; the message is the reason, without a full stop."""
+
+
+def synthetic_images(model: nn.Module, example: Example | None, macs: int | None, seed: int = 0) -> list[Tensor]:
+    """Batches of images in the shape of the example that fit what the batch norms remember."""
+    norms, like = norms_of(model), _image(example)
+    if not norms:
+        raise NoInputs("there is no batch norm that remembers statistics")
+    each = _work(like, macs)
     steps = STEPS if WORK / each >= STEPS * 32 else STEPS // 2
     count = int(min(MOST, max(8, WORK // (each * steps))))
     random = torch.Generator().manual_seed(seed)
-    like = next(model.parameters())
     found = []
     for size in [BATCH] * (count // BATCH) + ([count % BATCH] if count % BATCH else []):
-        start = smooth_noise((size, *example.shape[1:]), random).to(like)
+        start = smooth_noise((size, *like.shape[1:]), random).to(next(model.parameters()))
         try:
             found.append(_improve(model, start, norms, steps))
-        except Exception:  # nobody asked for images: the weights will do
-            return None
-    return found if all(bool(torch.isfinite(x).all()) for x in found) else None
+        except (RankwiseError, RuntimeError) as err:  # it does not run on such a batch, or has no gradients
+            raise _failed("synthetic inputs", err) from err
+    if not all(bool(torch.isfinite(x).all()) for x in found):
+        raise NoInputs("synthetic inputs could not be made (they do not stay finite)")
+    return found
 
 
-def noise(model: nn.Module, example: Any, macs: int | None, seed: int = 0) -> list[Tensor] | None:
-    """Smooth noise in the shape of the example, for networks without batch norm; None for others, or if it fails."""
-    if _norms(model) or not _is_image(example) or not macs:
-        return None
-    count = int(min(MOST, max(8, WORK // (3 * macs / max(1, len(example))))))
+def noise(model: nn.Module, example: Example | None, macs: int | None, seed: int = 0) -> list[Tensor]:
+    """Smooth noise in the shape of the example, for networks without batch norm: those have something better."""
+    like = _image(example)
+    if norms_of(model):
+        raise NoInputs("noise is not what the batch norms remember")
+    count = int(min(MOST, max(8, WORK // _work(like, macs))))
     random = torch.Generator().manual_seed(seed)
-    whole = smooth_noise((count, *example.shape[1:]), random).to(next(model.parameters()))
+    whole = smooth_noise((count, *like.shape[1:]), random).to(next(model.parameters()))
     found = list(torch.split(whole, BATCH))
     try:
         with undisturbed(model):
-            said = [t for x in found for t in tensors_of(model(x.clone()))]
-    except Exception:  # nobody asked for images: the weights will do
-        return None
-    return found if all(bool(torch.isfinite(t).all()) for t in said) else None
+            said = [t for x in found for t in tensors_of(run_example(model, x))]
+    except RankwiseError as err:
+        raise _failed("smooth noise", err) from err
+    if not all(bool(torch.isfinite(t).all()) for t in said):
+        raise NoInputs("smooth noise could not be used (the network's outputs on it are not finite)")
+    return found
 
 
-def _norms(model: nn.Module) -> list[str]:
+def norms_of(model: nn.Module) -> list[str]:
+    """The names of batch norms that remember what they saw."""
     return [name for name, m in model.named_modules() if isinstance(m, NORMS) and m.running_mean is not None]
 
 
-def _is_image(example: Any) -> bool:
-    return isinstance(example, Tensor) and example.is_floating_point() and example.ndim == 4
+def _image(example: Example | None) -> Tensor:
+    if example is None:
+        raise NoInputs("no example input was given to make inputs like it")
+    if not isinstance(example, Tensor) or not example.is_floating_point() or example.ndim != 4:
+        raise NoInputs("the example input is not a batch of images, for which alone inputs can be made")
+    return example
+
+
+def _work(example: Tensor, macs: int | None) -> float:
+    """Multiply-adds of one image, forward and backward."""
+    if not macs:
+        raise NoInputs("nothing is known of the network's multiply-adds")
+    return 3 * macs / max(1, len(example))
+
+
+def _failed(what: str, err: Exception) -> NoInputs:
+    first = (str(err).splitlines() or [""])[0].rstrip(".")
+    return NoInputs(f"{what} could not be made ({first or type(err).__name__})")
 
 
 def smooth_noise(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
@@ -98,9 +124,9 @@ def _improve(model: nn.Module, start: Tensor, norms: list[str], steps: int) -> T
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
         for _ in range(steps):
             gaps.clear()
-            model(images.clone())  # a network may work in place
+            run_example(model, images)  # on a copy: a network may work in place
             if not gaps:
-                return start
+                raise NoInputs("no batch norm is called")
             (images.grad,) = torch.autograd.grad(torch.stack(gaps).mean(), [images])
             optimiser.step()
             schedule.step()

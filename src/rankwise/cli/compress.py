@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise.calibration.distill import read_effort
 from rankwise.cli import show
@@ -23,38 +24,28 @@ from rankwise.cli.options import (
     TimingOpt,
     WeightsOpt,
 )
-from rankwise.compression import (
-    Planner,
-    Seen,
-    build_network,
-    finish,
-    folds_norms,
-    is_free,
-    kept_in_time,
-    planner,
-    recovered,
-    seen_for,
-    times_for,
-    with_multiple,
-)
-from rankwise.core.layer import Coverage
+from rankwise.compression import Compression, Request
 from rankwise.data.splits import load as load_data
 from rankwise.decompositions import DECOMPOSITIONS
 from rankwise.decompositions.clusters import CLUSTERINGS
 from rankwise.errors import RankwiseError
-from rankwise.methods import METHODS, needs_budget, needs_data, settings_for
+from rankwise.methods import METHODS, needs_budget
 from rankwise.models import networks
 from rankwise.models.inputs import example_for
+from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
+from rankwise.planning.planner import Settings
 from rankwise.pruning.filters import Filters
 from rankwise.pruning.trials import OUTPUT
 from rankwise.surgery import checkpoint
-from rankwise.surgery.coverage import COMPRESSED, EXCLUDED, OTHER_KIND, find_layers
-from rankwise.surgery.forward import run_example, side_of, tensors_of, undisturbed
-from rankwise.timing.clock import read_timing
+from rankwise.surgery.coverage import EXCLUDED, OTHER_KIND
+from rankwise.surgery.forward import Example, run_example, side_of, tensors_of, undisturbed
+from rankwise.timing.clock import Timing, read_timing, time_networks
 from rankwise.training.evaluate import evaluate as score
 from rankwise.training.forecast import can_forecast, forecast
-from rankwise.training.limits import ROUNDS, Trial, smallest
+from rankwise.training.limits import ROUNDS, Trial, check_limit, smallest
+
+SECONDS = (1.0, 4.0)  # to time the networks for: at least, and when three runs must do
 
 
 def compress(
@@ -108,7 +99,7 @@ def compress(
         bool | None,
         typer.Option(
             "--never-slower/--no-never-slower",
-            help="A layer stays whole unless its pair was measured to be faster; on for auto with an input shape.",
+            help="A layer stays whole unless its pair was measured to be faster.",
         ),
     ] = None,
     rank_multiple: Annotated[
@@ -144,91 +135,113 @@ def compress(
         "never_slower": never_slower,
         "rank_multiple": read_multiple(rank_multiple),
     }
-    if max_drop is not None and (keep is not None or budget):
-        raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
-    if max_drop is not None and data is None:
-        raise RankwiseError("--max-drop measures what is lost, and there is nothing to measure it on: add --data")
+    limit = _read_limit(max_drop, unit, data, bool(keep is not None or budget))
     how, _ = read_timing(timing), read_effort(recover)  # what is not understood is said before anything is done
+    made = None
+    if plan is not None:
+        _only_with_a_search(keep, budget, {"max-drop": max_drop, **changes})
+        made = Plan.load(plan)
     network = open_model(model, weights, None)
     example = example_for(model, input, network)
-    source: Any = None
-    seen, small, trials = Seen(), None, None
-    if plan is None:
-        coverage = find_layers(network, example, exclude or ())
-        if method == "auto" and never_slower is None:
-            changes["never_slower"] = example is not None
-        changes = with_multiple(changes, network, example, how, coverage)
-        settings, free = settings_for(method, **changes), is_free(method, changes)
-        check_coverage(coverage, strict, isinstance(settings, Filters))
-        images = None
-        if data is not None and (free or needs_data(settings)):
-            images = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
-        title, asked = networks.architecture(model), None
-        if max_drop is None and (keep is not None or budget or needs_budget(settings)):
-            asked = read_budget(keep, budget)
-        folded = folds_norms(fuse, asked)
-        with show.progress("timing") as report:
-            times = times_for(network, example, coverage, settings, asked, how, report, folded)
-        with show.progress("layers") as report:
-            make = planner(network, example, coverage, settings, method, title, images, report, free, times)
-        if max_drop is None:
-            with show.progress("timing the plan"):
-                found, seen = kept_in_time(make, asked, network, example, how, folded)
-        else:
-            small, found, trials = _within(network, example, make, max_drop, unit, str(data))
-        if strict:
-            check_pruned(found)
-    else:
-        _only_with_a_search(keep, budget, {"max-drop": max_drop, **changes})
-        found = Plan.load(plan)
-        folded = bool(found.fused) if fuse is None else fuse
-        source = None if data is None else load_data(data, "calibration", size=side_of(example)).thin(calibrate)
-        seen = seen_for(network, example, found, source)
-    expected = None
-    if dry_run and data is not None and small is None and can_forecast(found, seen):
-        expected = forecast(network, found, seen, load_data(data, split, size=side_of(example))).to_json()
-    elif small is None:
-        small, found = build_network(network, found, seen)
-    if any(read_effort(recover)) and small is not None:
-        with show.progress("recovery") as report:
-            source = seen.data
-            if source is None and data is not None:
-                source = load_data(data, "calibration", size=side_of(example)).thin(calibrate)
-            small = recovered(small, network, source, recover, lambda i, n, loss: report("", i, n))
-    if small is not None:
-        small, found = finish(small, found, example, folded)
-    scores = None
-    if data is not None and small is not None:
-        test = load_data(data, split, size=side_of(example))
-        scores = {"before": score(network, test).to_json(), "after": score(small, test).to_json()}
-    verified = None
-    if out is not None and not dry_run and small is not None:
-        checkpoint.save(small, found, out)
-        verified = verify(out, small, network, example)
+    name, left_alone = networks.architecture(model), tuple(exclude or ())
+    request = Request(method, changes, left_alone, recover, fuse, how, name, calibrate, made)
+    job = Compression(network, example, request, data, show.progress)
+    if strict and made is None:
+        check_strict(job)
+    asked = None
+    if made is None and limit is None and (keep is not None or budget or needs_budget(job.settings)):
+        asked = read_budget(keep, budget)
+    done = _compressed(job, asked, limit, _Wanted(data, split, strict, dry_run, out))
     if as_json:
-        written = None if verified is None else str(out)
-        more = {"expected": expected, "trials": None if trials is None else [t.to_json() for t in trials]}
-        show.print_json({"out": written, "verified": verified, "scores": scores, **more, "plan": found.to_json()})
-        return
-    _print_plan(found, scores)
-    if expected is not None:
-        show.console().print(show.expectation(expected, split))
-    if verified is not None:
-        show.console().print(f"done: {out} was written and read back; {verified}")
+        show.print_json(done.to_json())
+    else:
+        _print(done, split)
 
 
-def check_coverage(coverage: Coverage, strict: bool, prunes: bool) -> None:
-    compressed = [s.name for s in coverage.skipped if s.reason == COMPRESSED]
-    if compressed:
-        raise RankwiseError(
-            f"the model is already compressed (layer {compressed[0]!r}, for one): compress the original instead"
-        )
-    if prunes:
+@dataclass(frozen=True)
+class _Limit:
+    """What --max-drop asks for: the smallest network, in a unit, that loses at most so many points on val."""
+
+    points: float
+    unit: str
+    data: str
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is done around the job itself: data to score on, --strict, --dry-run, and the folder to write."""
+
+    data: str | None
+    split: str
+    strict: bool
+    dry_run: bool
+    out: Path | None
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What became of it, to be printed."""
+
+    plan: Plan
+    trials: list[Trial] | None = None
+    expected: dict[str, Any] | None = None
+    scores: dict[str, Any] | None = None
+    time: dict[str, float] | None = None
+    verified: str | None = None
+    out: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        trials = None if self.trials is None else [t.to_json() for t in self.trials]
+        written = None if self.verified is None else str(self.out)
+        more = {"expected": self.expected, "trials": trials, "time": self.time}
+        found = {"out": written, "verified": self.verified, "scores": self.scores}
+        return {**found, **more, "plan": self.plan.to_json()}
+
+
+def _compressed(job: Compression, asked: Budget | None, limit: _Limit | None, wanted: _Wanted) -> _Done:
+    """Plan, build, recover, finish, score, write: what the flags ask for."""
+    small, trials = None, None
+    if limit is None:
+        plan = job.plan(asked)
+    else:
+        small, plan, trials = _within(job, limit)
+    if wanted.strict:
+        check_pruned(plan)
+    side = side_of(job.example)
+    if wanted.dry_run and wanted.data is not None and small is None and can_forecast(plan, job.seen(plan)):
+        expected = forecast(job.model, plan, job.seen(plan), load_data(wanted.data, wanted.split, size=side))
+        return _Done(plan, expected=expected.to_json())
+    if small is None:
+        small, plan = job.build(plan)
+    job.recover_(small, plan)
+    small, plan = job.finish(small, plan)
+    scores = None
+    if wanted.data is not None:
+        test = load_data(wanted.data, wanted.split, size=side)
+        scores = {"before": score(job.model, test).to_json(), "after": score(small, test).to_json()}
+    if wanted.dry_run or wanted.out is None:
+        return _Done(plan, trials, None, scores)
+    checkpoint.save(small, plan, wanted.out)
+    verified = verify(wanted.out, small, job.model, job.example)
+    return _Done(plan, trials, None, scores, _timed(job, small), verified, wanted.out)
+
+
+def _timed(job: Compression, small: nn.Module) -> dict[str, float] | None:
+    """Seconds of both networks, measured in turns, and their ratio; None where no input is known."""
+    if job.example is None:
+        return None
+    how = job.request.timing or Timing()
+    dense, now = (one.median for one in time_networks([job.model, small], job.example, how, *SECONDS))
+    return {"dense": dense, "small": now, "ratio": now / dense}
+
+
+def check_strict(job: Compression) -> None:
+    """--strict for methods that decompose: every linear layer and convolution must be free for it."""
+    job.check()
+    if isinstance(job.settings, Filters):
         return  # which filters can be removed is another question, and the plan answers it
-    if not coverage.layers:
-        raise RankwiseError("the model has no layer that can be decomposed: rankwise inspect says why")
-    gaps = [s for s in coverage.skipped if s.reason not in (OTHER_KIND, EXCLUDED)]
-    if strict and gaps:
+    gaps = [s for s in job.coverage.skipped if s.reason not in (OTHER_KIND, EXCLUDED)]
+    if gaps:
         first = "; ".join(f"{s.name}: {s.reason}" for s in gaps[:3])
         raise RankwiseError(
             f"--strict was given and {len(gaps)} layers cannot be decomposed ({first}): exclude them by name, "
@@ -247,7 +260,7 @@ def check_pruned(plan: Plan) -> None:
         )
 
 
-def verify(folder: Path, small: nn.Module, original: nn.Module, example: Tensor | None) -> str:
+def verify(folder: Path, small: nn.Module, original: nn.Module, example: Example | None) -> str:
     """Read the folder back and compare with what was written; says what was compared."""
     again = checkpoint.load(folder, original)
     if example is None:
@@ -262,27 +275,39 @@ def verify(folder: Path, small: nn.Module, original: nn.Module, example: Tensor 
     return "it gives the same outputs"
 
 
-def _within(
-    network: nn.Module, example: Tensor | None, make: Planner, limit: float, unit: str, data: str
-) -> tuple[nn.Module, Plan, list[Trial]]:
-    """The smallest network that loses at most `limit` points on the validation split."""
-    images = load_data(data, "val", size=side_of(example))
+def _within(job: Compression, limit: _Limit) -> tuple[nn.Module, Plan, list[Trial]]:
+    """The smallest network that loses at most so many points on the validation split."""
+    images = load_data(limit.data, "val", size=side_of(job.example))
+    if isinstance(job.settings, Settings):
+        job.check()
+        job.basis(Budget(**{limit.unit: 1.0}))  # before the bar of the search is shown
     with show.progress("looking for the smallest") as report:
         tried: list[Trial] = []
 
         def tell(trial: Trial) -> None:
             tried.append(trial)
-            report(show.trial(trial, unit), len(tried), ROUNDS)
+            report(show.trial(trial, limit.unit), len(tried), ROUNDS)
 
         report("", 0, ROUNDS)
         return smallest(
-            lambda budget: build_network(network, *make(budget)),
+            lambda budget: job.build(job.plan(budget)),
             lambda small: score(small, images).main,
-            score(network, images).main,
-            limit,
-            unit,
+            score(job.model, images).main,
+            limit.points,
+            limit.unit,
             tell,
         )
+
+
+def _read_limit(points: float | None, unit: str, data: str | None, budget: bool) -> _Limit | None:
+    if points is None:
+        return None
+    if budget:
+        raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
+    if data is None:
+        raise RankwiseError("--max-drop measures what is lost, and there is nothing to measure it on: add --data")
+    check_limit(points, unit)
+    return _Limit(points, unit, data)
 
 
 def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: dict[str, Any]) -> None:
@@ -294,8 +319,8 @@ def _only_with_a_search(keep: float | None, budget: list[str] | None, changes: d
         )
 
 
-def _print_plan(plan: Plan, scores: dict[str, Any] | None) -> None:
-    terminal = show.console()
+def _print(done: _Done, split: str) -> None:
+    plan, terminal = done.plan, show.console()
     terminal.print(show.plan_grid(plan, str(plan.settings.get("error", "energy"))))
     whole = [f"{s.name} ({s.reason})" for s in plan.kept if s.reason not in (OTHER_KIND, EXCLUDED)]
     whole = show.held_filters(plan) if plan.pruned else whole
@@ -303,7 +328,15 @@ def _print_plan(plan: Plan, scores: dict[str, Any] | None) -> None:
         terminal.print("left whole: " + "; ".join(whole))
     for note in show.remarks(plan):
         terminal.print(note)
-    terminal.print(show.before_after_grid(plan, scores))
+    for warning in show.warnings(plan):
+        terminal.print(f"warning: {warning}")
+    terminal.print(show.before_after_grid(plan, done.scores))
+    if done.time is not None:
+        terminal.print(show.measured_time(done.time))
+    if done.expected is not None:
+        terminal.print(show.expectation(done.expected, split))
+    if done.verified is not None:
+        terminal.print(f"done: {done.out} was written and read back; {done.verified}")
 
 
 def register(app: typer.Typer) -> None:

@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from rankwise.compression import Planner, build_network, planner
+from rankwise.compression import Compression, Request
 from rankwise.core import files
 from rankwise.core.option import Option
 from rankwise.data import splits
 from rankwise.errors import RankwiseError
-from rankwise.methods import AUTO, allocate, build_table
+from rankwise.methods import build_table
 from rankwise.models import networks
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.planning.table import Progress, Table
 from rankwise.reports.html import write_report
 from rankwise.surgery import checkpoint
-from rankwise.surgery.replace import apply_plan
 from rankwise.training.evaluate import evaluate
 from rankwise.training.loop import fit_
 from rankwise.training.results import provenance, write_row
@@ -46,9 +44,7 @@ class Trained:
 
     repeat: int
     seed: int
-    model: nn.Module
-    table: Table
-    auto: Planner
+    jobs: dict[str, Compression]
     reference: dict[str, Any]
     spectra: str
 
@@ -100,11 +96,17 @@ def _train(train: splits.Split, test: splits.Split, repeat: int, seed: int, out:
     fit_(model, train, epochs=EPOCHS, seed=seed)
     model.eval()
     example = torch.zeros(1, 1, 8, 8)
-    table = build_table(model, example, groups="all")
-    auto = planner(model, example, table.coverage, AUTO, "auto", MODEL, train.thin(CALIBRATE), free=True)
+    table = build_table(model, example, slices="all")
+    images = train.thin(CALIBRATE)
+    jobs = {}
+    for method in METHODS:
+        request = Request(method, {} if method == "auto" else {"seed": seed}, name=MODEL)
+        one_table = None if method == "auto" else lambda settings, make: table
+        jobs[method] = Compression(model, example, request, images, tables=one_table, coverage=table.coverage)
+    jobs["auto"].basis(None)  # made here, as the table is: neither belongs to the time of a cell
     spectra = f"spectra/{table.fingerprint[:20]}.json"
     files.write_whole(out / spectra, (json.dumps(_spectra(table)) + "\n").encode())
-    return Trained(repeat, seed, model, table, auto, evaluate(model, test).to_json(), spectra)
+    return Trained(repeat, seed, jobs, evaluate(model, test).to_json(), spectra)
 
 
 def _spectra(table: Table) -> dict[str, Any]:
@@ -121,11 +123,7 @@ def _cell(
     trained: Trained, train: splits.Split, test: splits.Split, method: str, keep: float, out: Path
 ) -> dict[str, Any]:
     start = time.perf_counter()
-    if method == "auto":
-        small, plan = build_network(trained.model, *trained.auto(Budget(params=keep)))
-    else:
-        plan = allocate(trained.table, Budget(params=keep), method=method, model=MODEL, seed=trained.seed)
-        small = apply_plan(trained.model, plan)
+    small, plan = trained.jobs[method].run(Budget(params=keep))
     seconds = {"compress": time.perf_counter() - start}
     scores = {"reference": trained.reference, "compressed": evaluate(small, test).to_json()}
     epochs = RETRAIN if keep in RETRAINED else 0

@@ -28,18 +28,28 @@ def print_json(data: Any) -> None:
     sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
+_bars: list[Progress] = []  # that are shown: a terminal has room for one
+
+
 @contextmanager
 def progress(title: str) -> Iterator[Report]:
-    """A bar on standard error, there only while it runs and only on a terminal."""
+    """A bar on standard error, there only while it runs and only on a terminal; one at a time."""
+    if _bars:
+        yield lambda name, done, total: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     err = Console(stderr=True)
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        _bars.append(bar)
         task = bar.add_task(title, total=None)
 
         def report(name: str, done: int, total: int) -> None:
             bar.update(task, description=f"{title} {name}".rstrip(), completed=done, total=total)
 
-        yield report
+        try:
+            yield report
+        finally:
+            _bars.pop()
 
 
 def percent(part: int | None, whole: int | None) -> str:
@@ -119,20 +129,30 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
 def remarks(plan: Plan) -> list[str]:
     """What the search says about itself that a reader should know."""
     looked = {
-        "imagined": "no data was given: fitted on inputs imagined from the statistics of batch norms",
-        "noise": "no data was given, and there is no batch norm to imagine any: planned on smooth noise",
+        "synthetic": "no data was given: fitted on synthetic inputs, made from the statistics of batch norms",
+        "noise": "no data was given, and there is no batch norm to make inputs from: planned on smooth noise",
         "calibration": "fitted on calibration inputs, without labels",
     }
-    said = [looked.get(str(plan.search.get("inputs")), ""), str(plan.search.get("warning", ""))]
+    said = [looked.get(plan.inputs or "", "")]
     latency = plan.search.get("latency")
-    if isinstance(latency, dict) and isinstance(latency.get("slower"), list) and latency["slower"]:
-        names = ", ".join(map(str, latency["slower"]))
-        said.append(f"the budget needs pairs that are slower than the layers they stand for: {names}")
     if isinstance(latency, dict) and isinstance(latency.get("measured"), int | float):
-        within = plan.budget.latency is None or latency["measured"] <= plan.budget.latency
-        more = "" if within else ": above the budget, and nothing faster was found; is the machine busy?"
-        said.append(f"time measured: {latency['measured']:.3f} of the dense network{more}")
+        said.append(f"time measured for the plan: {latency['measured']:.3f} of the dense network")
     return [text for text in said if text]
+
+
+def warnings(plan: Plan) -> list[str]:
+    """What was done otherwise than was asked for; older plans have it in their search."""
+    old = plan.search.get("warning")
+    return [*plan.warnings, *([old] if isinstance(old, str) else [])]
+
+
+def measured_time(time: dict[str, float]) -> str:
+    """The compressed network against the dense one, and what to do if it is slower."""
+    said = (
+        f"time: {1e3 * time['small']:.2f} ms, {time['ratio']:.2f} of the dense network's {1e3 * time['dense']:.2f} ms"
+    )
+    slower = "; it is slower: add --never-slower, or a budget in time (--budget latency=0.8)"
+    return said + (slower if time["ratio"] > 1 else "")
 
 
 def expectation(expected: dict[str, Any], split: str) -> str:

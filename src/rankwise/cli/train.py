@@ -161,6 +161,8 @@ def _print(rows: list[dict[str, Any]], out: Path, as_json: bool) -> None:
         return
     terminal = show.console()
     for row in rows:
+        for warning in row.get("warnings", ()):
+            terminal.print(f"warning: {warning}")
         score = row.get("retrained") or row["trained"]
         found = [f"top-1 {score['top1']:.2f} %"]
         if score.get("top5") is not None:

@@ -15,8 +15,8 @@ from rankwise.decompositions.base import (
     Alone,
     Decomposition,
     Factors,
-    Request,
     Scores,
+    Selection,
     Target,
 )
 from rankwise.errors import RankwiseError
@@ -31,8 +31,8 @@ __all__ = [
     "Alone",
     "Decomposition",
     "Factors",
-    "Request",
     "Scores",
+    "Selection",
     "Target",
     "check_option",
     "cost_at",

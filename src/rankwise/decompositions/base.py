@@ -51,7 +51,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Request:
+class Selection:
     """Which options are asked for. `clustering`, `seed` and `starts` are for decompositions that search for theirs."""
 
     folds: Folds = "all"
@@ -116,7 +116,7 @@ class Decomposition(ABC):
         """The largest outer rank; 0 where there is one rank only."""
         return 0
 
-    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
+    def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         """Of the options that a table has for a layer, those of this decomposition that are asked for."""
         return [option for option in there if option.decomposition == self.name]
 
@@ -136,7 +136,7 @@ class Decomposition(ABC):
     # What it loses
 
     @abstractmethod
-    def score(self, target: Target, request: Request) -> Scores:
+    def score(self, target: Target, selection: Selection) -> Scores:
         """The options of a layer and their error curves; empty where there is nothing to offer."""
 
     def output_errors(self, target: Target, options: Iterable[Option]) -> dict[Option, Array]:

@@ -34,8 +34,8 @@ from rankwise.decompositions.base import (
     Alone,
     Decomposition,
     Factors,
-    Request,
     Scores,
+    Selection,
     Target,
     check_extras,
     check_fold,
@@ -79,11 +79,11 @@ class ClusteredSlices(Decomposition):
         encoder = Part("encoder", right, layer.channels, middle, branches=branches)
         return encoder, Part("decoder", left, middle, layer.filters, 1)
 
-    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
+    def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         if layer.groups > 1:
-            return slices.DECOMPOSITION.wanted(layer, there, _consecutive(request))
-        counts = cluster_counts(request.slices, layer)
-        return [option for option in super().wanted(layer, there, request) if option.slices in counts]
+            return slices.DECOMPOSITION.wanted(layer, there, _consecutive(selection))
+        counts = cluster_counts(selection.slices, layer)
+        return [option for option in super().wanted(layer, there, selection) if option.slices in counts]
 
     def check(self, layer: Layer, option: Option, where: str) -> None:
         check_fold(layer, option, where)
@@ -96,13 +96,13 @@ class ClusteredSlices(Decomposition):
                 f"clusters: make the plan again"
             )
 
-    def score(self, target: Target, request: Request) -> Scores:
+    def score(self, target: Target, selection: Selection) -> Scores:
         layer = target.layer
         if layer.groups > 1:
-            return slices.DECOMPOSITION.score(target, _consecutive(request))
+            return slices.DECOMPOSITION.score(target, _consecutive(selection))
         found = slices.score_slices(target, (), [fold_for(0, layer.dims)])
-        for k in cluster_counts(request.slices, layer):
-            for option in options(target.weight, layer, k, request):
+        for k in cluster_counts(selection.slices, layer):
+            for option in options(target.weight, layer, k, selection):
                 found.spectra[option] = cluster_spectra(target.weight, layer, option)
         return found
 
@@ -133,8 +133,8 @@ class ClusteredSlices(Decomposition):
 DECOMPOSITION = ClusteredSlices()
 
 
-def _consecutive(request: Request) -> Request:
-    return replace(request, folds=0)
+def _consecutive(selection: Selection) -> Selection:
+    return replace(selection, folds=0)
 
 
 def _used(layer: Layer, option: Option, rank: int) -> Tensor:
@@ -164,13 +164,13 @@ def cluster_counts(asked: Slices, layer: Layer) -> list[int]:
     return sorted({min(k, layer.channels) for k in numbers})
 
 
-def options(weight: Tensor, layer: Layer, count: int, request: Request | None = None) -> list[Option]:
+def options(weight: Tensor, layer: Layer, count: int, selection: Selection | None = None) -> list[Option]:
     """The options of a layer without groups of its own: one for each clustering that was found.
 
     Subspaces have a dimension, and the best clusters depend on it, so a few are tried.
     """
-    request = request or Request()
-    clustering, seed, starts = check_clustering(request.clustering or DEFAULT), request.seed, request.starts
+    selection = selection or Selection()
+    clustering, seed, starts = check_clustering(selection.clustering or DEFAULT), selection.seed, selection.starts
     k = min(count, layer.channels)
     fold = fold_for(0, layer.dims)
     whole = precise(slices.cut(weight, layer, Option(fold, 1))[0, 0])

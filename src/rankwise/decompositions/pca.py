@@ -23,7 +23,7 @@ from rankwise.core.linalg import Array, array, eigenvectors, precise, signs, tai
 from rankwise.core.option import Option
 from rankwise.core.parts import Part
 from rankwise.decompositions import slices
-from rankwise.decompositions.base import OUTPUTS, Alone, Decomposition, Factors, Request, Scores, Target, relative
+from rankwise.decompositions.base import OUTPUTS, Alone, Decomposition, Factors, Scores, Selection, Target, relative
 
 
 class Components(Decomposition):
@@ -44,7 +44,7 @@ class Components(Decomposition):
     def option(self, layer: Layer) -> Option:
         return Option(fold_for(0, layer.dims), 1, self.name)
 
-    def score(self, target: Target, request: Request) -> Scores:
+    def score(self, target: Target, selection: Selection) -> Scores:
         """`output`, the share of the outputs' variance that is lost, and `energy`, of the weight."""
         option = self.option(target.layer)
         values, vectors = components(target)

@@ -23,8 +23,8 @@ from rankwise.core.slicing import distinct_folds, long_axes, real_slices, slice_
 from rankwise.decompositions.base import (
     Decomposition,
     Factors,
-    Request,
     Scores,
+    Selection,
     Target,
     check_extras,
     check_fold,
@@ -43,9 +43,9 @@ class Slices(Decomposition):
     name = NAME
     about = "svd of each slice of consecutive channels, from the weight alone"
 
-    def options(self, layer: Layer, request: Request) -> list[Option]:
+    def options(self, layer: Layer, selection: Selection) -> list[Option]:
         """Every fold that gives another matrix, with every number of slices that is asked for."""
-        folds, slices = distinct_folds(layer, request.folds), slices_for(request.slices, layer)
+        folds, slices = distinct_folds(layer, selection.folds), slices_for(selection.slices, layer)
         return [Option(fold, k, self.name) for fold in folds for k in slices]
 
     def full_rank(self, layer: Layer, option: Option) -> int:
@@ -57,16 +57,16 @@ class Slices(Decomposition):
         wide, middle = slices * max(widths(layer, option)), slices * rank
         return Part("encoder", right, wide, middle, slices), Part("decoder", left, middle, layer.filters, layer.groups)
 
-    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
-        return narrowed(super().wanted(layer, there, request), layer, request)
+    def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
+        return narrowed(super().wanted(layer, there, selection), layer, selection)
 
     def check(self, layer: Layer, option: Option, where: str) -> None:
         check_fold(layer, option, where)
         check_extras(option, where)
         check_slices(layer, option, where)
 
-    def score(self, target: Target, request: Request) -> Scores:
-        return score_slices(target, self.options(target.layer, request))
+    def score(self, target: Target, selection: Selection) -> Scores:
+        return score_slices(target, self.options(target.layer, selection))
 
     def output_errors(self, target: Target, options: Iterable[Option]) -> dict[Option, Array]:
         return {option: falling(lost_outputs(target, option)) for option in options}
@@ -106,24 +106,24 @@ def check_slices(layer: Layer, option: Option, where: str) -> None:
         )
 
 
-def narrowed(there: list[Option], layer: Layer, request: Request, screened: bool = False) -> list[Option]:
+def narrowed(there: list[Option], layer: Layer, selection: Selection, screened: bool = False) -> list[Option]:
     """Those options that have one of the folds and one of the numbers of slices that are asked for.
 
     None may be missing, unless they were `screened`: of large layers only what is worth it is fitted.
     """
     everything = there
-    if request.slices != "all":
-        ks = slices_for(request.slices, layer)
+    if selection.slices != "all":
+        ks = slices_for(selection.slices, layer)
         missing = sorted(set(ks) - {o.slices for o in there})
         if missing and there and not screened:
             raise RankwiseError(
                 f"the table has no spectra for {missing[0]} slices of layer {layer.name!r}: "
-                f"build it with slices={request.slices!r}"
+                f"build it with slices={selection.slices!r}"
             )
         there = [o for o in there if o.slices in ks]
-    if request.folds != "all":
+    if selection.folds != "all":
         # Folds of one matrix are stored once, so compare what they do to axes longer than 1.
-        asked = {long_axes(layer, f): f for f in folds_for(request.folds, layer.dims)}
+        asked = {long_axes(layer, f): f for f in folds_for(selection.folds, layer.dims)}
         missing_folds = set(asked) - {long_axes(layer, o.fold) for o in everything}
         if missing_folds and everything and not screened:
             fold = asked[missing_folds.pop()]

@@ -35,7 +35,7 @@ from rankwise.core.option import Option
 from rankwise.core.parts import Part
 from rankwise.core.vbmf import signal_rank
 from rankwise.decompositions import slices
-from rankwise.decompositions.base import Alone, Decomposition, Factors, Request, Scores, Target, falling, patch_moment
+from rankwise.decompositions.base import Alone, Decomposition, Factors, Scores, Selection, Target, falling, patch_moment
 
 STEPS = 50
 SETTLED = 1e-5  # HOOI ends when a step gains less than this share of the weight's energy
@@ -72,15 +72,15 @@ class Tucker(Cored):
     about = "both channel modes at once, least total energy; without a budget as many directions as are signal"
     alone = Alone("energy", "sum")
 
-    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
+    def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         if has_taps(layer):
-            return super().wanted(layer, there, request)
-        return slices.DECOMPOSITION.wanted(layer, there, _one_slice(request))
+            return super().wanted(layer, there, selection)
+        return slices.DECOMPOSITION.wanted(layer, there, _one_slice(selection))
 
-    def score(self, target: Target, request: Request) -> Scores:
+    def score(self, target: Target, selection: Selection) -> Scores:
         """`energy` of the truncated HOSVD, relative to ‖W‖²_F, and `residual`, which is not."""
         if not has_taps(target.layer):
-            return slices.DECOMPOSITION.score(target, _one_slice(request))
+            return slices.DECOMPOSITION.score(target, _one_slice(selection))
         return Scores(given={self.family(target.layer): curves(target.weight, target.layer)})
 
     def output_errors(self, target: Target, options: Iterable[Option]) -> dict[Option, Array]:
@@ -96,15 +96,15 @@ class Tucker(Cored):
         decomposition: Decomposition = self
         if not has_taps(layer):
             decomposition = slices.DECOMPOSITION
-            option, inner = slices.DECOMPOSITION.options(layer, _one_slice(Request()))[0], outer
+            option, inner = slices.DECOMPOSITION.options(layer, _one_slice(Selection()))[0], outer
         return option, min(inner, decomposition.full_rank(layer, option))
 
 
 DECOMPOSITION = Tucker()
 
 
-def _one_slice(request: Request) -> Request:
-    return replace(request, folds=0, slices=1)
+def _one_slice(selection: Selection) -> Selection:
+    return replace(selection, folds=0, slices=1)
 
 
 def full_outer(layer: Layer) -> int:

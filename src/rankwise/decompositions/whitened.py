@@ -33,7 +33,7 @@ from rankwise.core.option import Option
 from rankwise.core.parts import Part
 from rankwise.core.slicing import taps
 from rankwise.decompositions import slices
-from rankwise.decompositions.base import METRIC, Decomposition, Factors, Request, Scores, Target
+from rankwise.decompositions.base import METRIC, Decomposition, Factors, Scores, Selection, Target
 from rankwise.decompositions.slices import cut
 
 FLOOR = 1e-6  # of the mean, added to eigenvalues: a direction that was never seen costs a little
@@ -62,12 +62,12 @@ class Whitened(Decomposition):
     def check(self, layer: Layer, option: Option, where: str) -> None:
         slices.DECOMPOSITION.check(layer, option, where)
 
-    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
-        return slices.narrowed(super().wanted(layer, there, request), layer, request, screened=True)
+    def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
+        return slices.narrowed(super().wanted(layer, there, selection), layer, selection, screened=True)
 
-    def score(self, target: Target, request: Request) -> Scores:
+    def score(self, target: Target, selection: Selection) -> Scores:
         """The measure `effect`, up to the largest rank that is smaller than the layer in one unit or the other."""
-        plain = slices.DECOMPOSITION.options(target.layer, request)
+        plain = slices.DECOMPOSITION.options(target.layer, selection)
         options = [Option(option.fold, option.slices, self.name) for option in plain]
         found = Scores()
         for option in worth_fitting(target, options):

@@ -22,7 +22,7 @@ from rankwise.core.layer import Layer
 from rankwise.core.linalg import Array, array, eigenvectors
 from rankwise.core.option import Option
 from rankwise.decompositions import tucker, whitened
-from rankwise.decompositions.base import METRIC, Factors, Request, Scores, Target
+from rankwise.decompositions.base import METRIC, Factors, Scores, Selection, Target
 from rankwise.decompositions.whitened import Fitted, encoders, features, fit, groups_of
 from rankwise.errors import RankwiseError
 
@@ -38,12 +38,12 @@ class WhitenedTucker(tucker.Cored):
     about = "the same three parts as tucker2, in the metric of calibration data"
     needs = METRIC
 
-    def wanted(self, layer: Layer, there: list[Option], request: Request) -> list[Option]:
+    def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         """A core is neither a fold nor a slice: it is offered where neither is asked for."""
-        if request.folds != "all" or request.slices != "all":
+        if selection.folds != "all" or selection.slices != "all":
             return []
         every = -(-layer.group_filters // OUTERS)
-        return [option for option in super().wanted(layer, there, request) if option.outer % every == 0]
+        return [option for option in super().wanted(layer, there, selection) if option.outer % every == 0]
 
     def check(self, layer: Layer, option: Option, where: str) -> None:
         super().check(layer, option, where)
@@ -53,9 +53,9 @@ class WhitenedTucker(tucker.Cored):
                 f"take {whitened.DECOMPOSITION.name!r} or {tucker.DECOMPOSITION.name!r} there"
             )
 
-    def score(self, target: Target, request: Request) -> Scores:
+    def score(self, target: Target, selection: Selection) -> Scores:
         layer = target.layer
-        if not is_possible(layer) or request.folds != "all" or request.slices != "all":
+        if not is_possible(layer) or selection.folds != "all" or selection.slices != "all":
             return Scores()
         assert target.metric is not None, "effects are measured with a metric of the outputs"
         errors = curves(fit(target, start(layer)), layer, target.metric)

@@ -13,7 +13,7 @@ from rankwise.core.layer import Layer
 from rankwise.core.linalg import Array, Ints
 from rankwise.core.measures import Curve
 from rankwise.core.option import Option
-from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Request, costs
+from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Selection, costs
 from rankwise.errors import RankwiseError
 from rankwise.planning.table import Table
 from rankwise.planning.times import MARGIN
@@ -135,22 +135,22 @@ def menus(
     table: Table,
     units: tuple[str, ...],
     measure: str,
-    request: Request | None = None,
+    selection: Selection | None = None,
     decompositions: tuple[str, ...] = (PLAIN.name,),
     rules: Rules | None = None,
 ) -> list[Menu]:
-    """A menu for every layer of the table, with the options that `request` and `decompositions` allow."""
-    request = request or Request()
+    """A menu for every layer of the table, with the options that `selection` and `decompositions` allow."""
+    selection = selection or Selection()
     rules = rules or Rules()
     if table.times is None and ("latency" in units or rules.never_slower):
         raise RankwiseError(
             "never_slower and budgets in latency need measured times: use rankwise.compress with an example input, "
             "or set table.times = rankwise.measure_times(model, example)"
         )
-    key = ("menus", units, measure, repr(request), decompositions, rules, id(table.times))
+    key = ("menus", units, measure, repr(selection), decompositions, rules, id(table.times))
     if key not in table.cache:
         table.cache[key] = [
-            _menu(table, layer, units, measure, _wanted(table, layer, request, decompositions), rules)
+            _menu(table, layer, units, measure, _wanted(table, layer, selection, decompositions), rules)
             for layer in table.coverage.layers
         ]
     return table.cache[key]  # type: ignore[no-any-return]
@@ -199,7 +199,7 @@ def _round(offer: Offer, layer: Layer, multiple: int) -> Offer:
     return Offer(offer.option, offer.costs[ranks], offer.curve.at(ranks), len(ranks) - 1, np.array(ranks))
 
 
-def _wanted(table: Table, layer: Layer, request: Request, decompositions: tuple[str, ...]) -> list[Option]:
+def _wanted(table: Table, layer: Layer, selection: Selection, decompositions: tuple[str, ...]) -> list[Option]:
     """The table's options for a layer, narrowed to those a method asks for.
 
     A layer that the calibration data does not reach may have none.
@@ -212,5 +212,5 @@ def _wanted(table: Table, layer: Layer, request: Request, decompositions: tuple[
             f"{', and calibration data (data=)' if data else ''}"
         )
     there = table.options(layer)
-    found = [option for name in decompositions for option in DECOMPOSITIONS[name].wanted(layer, there, request)]
+    found = [option for name in decompositions for option in DECOMPOSITIONS[name].wanted(layer, there, selection)]
     return list(dict.fromkeys(found))

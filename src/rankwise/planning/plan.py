@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,17 @@ from rankwise.planning.budget import Budget
 from rankwise.planning.times import LAYOUTS
 
 FORMAT = 2  # 1 called slices groups
+LISTED = 5  # names in a sentence
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a sentence; of many the first few.
+
+    >>> listed(list("abcdefg"))
+    'a, b, c, d, e and 2 more'
+    """
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,7 @@ class Plan:
     `settings` says how the plan was found (measure, search, seed), `search` what the search knows about
     its own result (objective value, optimality gap, trace). Neither is needed to replay the plan. `fused` names batch
     norms that were folded into layers afterwards, each with its layer; `layout` is how weights lie in memory, if they
-    are to lie otherwise than in the model.
+    are to lie otherwise than in the model. `warnings` are sentences on what was done otherwise than was asked for.
     """
 
     model: str
@@ -117,6 +129,7 @@ class Plan:
     search: dict[str, Any] = field(default_factory=dict)
     fused: dict[str, str] = field(default_factory=dict)
     layout: str | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -129,6 +142,16 @@ class Plan:
     @property
     def kept(self) -> tuple[Skipped, ...]:
         return tuple(entry for entry in self.layers if isinstance(entry, Skipped))
+
+    @property
+    def inputs(self) -> str | None:
+        """What the plan was measured on: calibration, synthetic or noise; None for weights alone."""
+        found = self.search.get("inputs")
+        return "synthetic" if found == "imagined" else found if isinstance(found, str) else None  # as it was called
+
+    def warned(self, *more: str) -> Plan:
+        """The plan with more warnings, each of them once."""
+        return replace(self, warnings=tuple(dict.fromkeys([*self.warnings, *more]))) if more else self
 
     def keep(self, unit: str = "params") -> float:
         """What remains ÷ what was there: 1 − CR-P for params, 1 − CR-F for macs; for latency as it was predicted."""
@@ -150,7 +173,7 @@ class Plan:
             for key in ("outer", "clusters"):  # only where there are any: most plans have none
                 if not entry.get(key, True):
                     del entry[key]
-        for key in ("fused", "layout"):
+        for key in ("fused", "layout", "warnings"):
             if not body[key]:
                 del body[key]
         return {"format": FORMAT, **body, "budget": self.budget.to_json()}
@@ -199,6 +222,10 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
             for norm, layer in files.typed(data.get("fused", {}), dict, f"'fused' of {where}").items()
         },
         layout=_read_layout(data, where),
+        warnings=tuple(
+            files.typed(text, str, f"a warning of {where}")
+            for text in files.typed(data.get("warnings", []), list, f"'warnings' of {where}")
+        ),
     )
 
 

@@ -12,17 +12,17 @@ from rankwise.core.layer import Layer, Skipped
 from rankwise.core.measures import check_measure
 from rankwise.core.option import Cost
 from rankwise.core.slicing import Folds, Slices
-from rankwise.decompositions import DECOMPOSITIONS, PLAIN, Request, cost_at
+from rankwise.decompositions import DECOMPOSITIONS, PLAIN, Selection, cost_at
 from rankwise.decompositions.clusters import check_clustering
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.knapsack import least_sum, penalty, product
 from rankwise.planning.menu import Menu, Point, Rules, menus
 from rankwise.planning.minimax import Solution, alternate, combine, constant, minimax
-from rankwise.planning.plan import Choice, Plan
+from rankwise.planning.plan import Choice, Plan, listed
 from rankwise.planning.signal_rank import signal_points
 from rankwise.planning.table import Table
-from rankwise.planning.times import NANO
+from rankwise.planning.times import MARGIN, NANO
 
 SEARCHES = ("alternate", "minimax", "sum", "penalty", "product", "constant")
 
@@ -65,9 +65,9 @@ class Settings:
             )
 
     @property
-    def request(self) -> Request:
+    def selection(self) -> Selection:
         """Which options of a layer are asked for."""
-        return Request(self.folds, self.slices, self.clustering, self.seed, self.starts)
+        return Selection(self.folds, self.slices, self.clustering, self.seed, self.starts)
 
 
 def needs_budget(settings: Settings) -> bool:
@@ -103,6 +103,7 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
         fixed[budget.units.index("latency")] = table.times.fixed
     room = [limits[u] - f for u, f in zip(budget.units, fixed, strict=True)]
     solution = run_search(offered, room, settings)
+    faster = offered
     if solution is None and settings.never_slower:
         offered = _freed(offered, _offers(table, budget, settings, False), room)
         solution = run_search(offered, room, settings)
@@ -110,12 +111,13 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
         raise _cannot_be_met(offered, budget, limits, fixed, whole)
     able = {m.layer.name for m in offered if m.offers}
     findings = {**_findings(solution), **_times(table, solution.points)}
-    return _make_plan(table, solution.points, budget, settings, method, model, findings, able)
+    plan = _make_plan(table, solution.points, budget, settings, method, model, findings, able)
+    return plan.warned(*_given_up(table, faster, offered, solution.points))
 
 
 def _offers(table: Table, budget: Budget, settings: Settings, never_slower: bool) -> list[Menu]:
     rules = Rules(never_slower, settings.rank_multiple)
-    return menus(table, budget.units, settings.error, settings.request, settings.decompositions, rules)
+    return menus(table, budget.units, settings.error, settings.selection, settings.decompositions, rules)
 
 
 def _freed(faster: list[Menu], every: list[Menu], room: Sequence[int]) -> list[Menu]:
@@ -137,6 +139,20 @@ def _freed(faster: list[Menu], every: list[Menu], room: Sequence[int]) -> list[M
         if combine([m.at(math.inf) for m in offered], room) is not None:
             break
     return offered
+
+
+def _given_up(table: Table, faster: list[Menu], offered: list[Menu], points: list[Point]) -> list[str]:
+    """A warning that names the layers whose pairs are not faster although never_slower was asked for."""
+    names = []
+    for one, other, point in zip(faster, offered, points, strict=True):
+        if other is not one and point.option is not None and table.times is not None:
+            before = table.times.seconds(one.layer, None, 0)
+            after = table.times.seconds(one.layer, point.option, point.rank)
+            if not after < MARGIN * before:  # also where nobody measured it
+                names.append(one.layer.name)
+    if not names:
+        return []
+    return [f"never_slower was given up where the budget cannot be met with faster pairs: in {listed(names)}"]
 
 
 def _times(table: Table, points: list[Point]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rankwise.core.linalg import Array, check_finite
 from rankwise.core.measures import FROM_SPECTRA, RECORDED, Curve, check_measure
 from rankwise.core.moments import Moments
 from rankwise.core.option import Option
-from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Request, Scores, Target, full_rank
+from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Scores, Selection, Target, full_rank
 from rankwise.decompositions.base import without_outer
 from rankwise.decompositions.clusters import DEFAULT
 from rankwise.decompositions.slices import factors, residual_norm
@@ -179,7 +179,7 @@ def module_weights(model: Any, coverage: Coverage) -> dict[str, Tensor]:
 def build(
     coverage: Coverage,
     weights: Weights,
-    request: Request | None = None,
+    selection: Selection | None = None,
     decompositions: Iterable[str] = (PLAIN.name,),
     progress: Progress | None = None,
 ) -> Table:
@@ -188,7 +188,7 @@ def build(
     Where a decomposition has nothing to offer its plain form is: tucker2 of a layer without taps is an svd, and
     a convolution with groups of its own has consecutive slices instead of clusters.
     """
-    request = request or Request()
+    selection = selection or Selection()
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
     table.decompositions = tuple(decompositions)
     for done, layer in enumerate(coverage.layers):
@@ -197,9 +197,9 @@ def build(
         check_finite(weights[layer.name], layer.name)
         for name in table.decompositions:
             if DECOMPOSITIONS[name].needs == NOTHING:
-                table.add(layer, DECOMPOSITIONS[name].score(Target(layer, weights[layer.name]), request))
+                table.add(layer, DECOMPOSITIONS[name].score(Target(layer, weights[layer.name]), selection))
     if any(option.clusters for _, option in table.spectra):
-        table.clustering = request.clustering or DEFAULT
+        table.clustering = selection.clustering or DEFAULT
     if progress:
         progress("", len(coverage.layers), len(coverage.layers))
     return table

@@ -19,7 +19,7 @@ from rankwise.core.layer import Coverage, Skipped, canonical
 from rankwise.core.linalg import check_finite, precise
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
-from rankwise.planning.plan import Plan, Pruned
+from rankwise.planning.plan import Plan, Pruned, listed
 from rankwise.pruning.channels import UNSEEN, Channels, Group, cost, entries, find_channels, readers
 from rankwise.pruning.sensitivity import sensitivities
 from rankwise.pruning.trials import random_copy, why_not
@@ -63,14 +63,15 @@ def plan_filters(
     coverage: Coverage,
     settings: Filters,
     budget: Budget,
-    method: str,
-    title: str = "",
     data: Any = None,
 ) -> Plan:
-    """The plan of a filter pruning method; never above the budget, and an error if nothing fits it."""
+    """The plan of a filter pruning method; never above the budget, and an error if nothing fits it.
+
+    Who asks for it names the method and the model in it.
+    """
     if settings.needs_data and data is None:
         raise RankwiseError(
-            f"{method!r} looks at what flows through the layers, and no calibration data was given: "
+            f"the score {settings.score!r} looks at what flows through the layers, and no calibration data was given: "
             f"pass data= (on the command line: --data)"
         )
     limits = budget.limits(coverage)
@@ -89,15 +90,21 @@ def plan_filters(
             f"the pruned network would not compute the same ({why}): exclude layers, or use another method"
         )
     return Plan(
-        model=title,
-        method=method,
+        model="",
+        method="",
         budget=budget,
         before=channels.whole,
         after=after,
         layers=_all_layers(model, coverage, channels, unseen, found),
         settings=asdict(settings),
         search={**found_by, **_findings(channels, groups, kept, unseen)},
+        warnings=_warnings(channels, unseen),
     )
+
+
+def _warnings(channels: Channels, unseen: dict[Group, str]) -> tuple[str, ...]:
+    names = [name for group in unseen for name in _makers(channels, group)]
+    return (f"the calibration data does not reach those who read {listed(names)}: left whole",) if names else ()
 
 
 def _findings(

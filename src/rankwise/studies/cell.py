@@ -16,18 +16,18 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from rankwise.compression import Planner, Seen, build_network, is_free, planner
+from rankwise.compression import Compression, Request
 from rankwise.core import files
 from rankwise.errors import RankwiseError
-from rankwise.methods import get_method, needs_data, settings_for
+from rankwise.methods import get_method
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
-from rankwise.planning.planner import Settings, find_plan
 from rankwise.pruning.filters import Filters
 from rankwise.studies.reference import Reference, images, open_reference, score, table_of
 from rankwise.studies.store import lock
@@ -93,6 +93,7 @@ def _head(cell: Cell, status: str) -> dict[str, Any]:
         "repeat": cell.repeat,
         "seed": cell.seed,
     }
+    row |= {key: value for key, value in cell.entry.identity.items() if key not in row}
     return {**row, "round": cell.round} if cell.round else row
 
 
@@ -113,6 +114,7 @@ def _measured(cell: Cell, out: Path) -> dict[str, Any]:
         "macs": plan.after.macs,
         "reference": reference.score,
         **found,
+        **({"warnings": list(plan.warnings)} if plan.warnings else {}),
         "plan": f"plans/{cell.name}.json",
         "spectra": f"spectra/{reference.name}.json",
         "provenance": provenance(),
@@ -147,8 +149,9 @@ def _one_shot(cell: Cell, out: Path, reference: Reference) -> dict[str, Any]:
 def _round(cell: Cell, out: Path, reference: Reference) -> dict[str, Any]:
     """Round i of compressing and retraining; the rounds before it are there already, or are made up for."""
     work = out / "work" / _chain(cell)
+    entry = cell.entry
     rounds = steps.Rounds(
-        cell.round, cell.entry.method, cell.network.exclude, cell.calibrate, changes=cell.entry.settings
+        cell.round, entry.method, cell.network.exclude, cell.images, changes=entry.settings, recover=entry.recover
     )
     with lock(work.with_suffix(".lock")):
         rows = steps.iterate(reference.spec, _run(cell, work), rounds, reference.weights)
@@ -171,33 +174,30 @@ def _chain(cell: Cell) -> str:
 
 
 def compressed(cell: Cell, out: Path, reference: Reference) -> tuple[nn.Module, Plan]:
-    """The smaller network and its plan. Tables and statistics come from the store where a method can use them."""
-    entry, network = cell.entry, reference.network
+    """The smaller network and its plan."""
+    return _job(cell, out, reference).run(Budget(**{cell.unit: cell.asked}))
+
+
+_last: dict[str, Compression] = {}  # effects of all options are as large as the network: one method's at a time
+
+
+def _job(cell: Cell, out: Path, reference: Reference) -> Compression:
+    """What does not depend on the budget is done once for cells that follow each other in a process.
+
+    Tables of weights and activations are kept in the store, where other processes find them.
+    """
+    entry = cell.entry
     changes = {**_seeds(cell), **entry.settings}
-    settings, budget = settings_for(entry.method, **changes), Budget(**{cell.unit: cell.asked})
-    free = is_free(entry.method, entry.settings)
-    if isinstance(settings, Settings) and not free and settings.error != "effect":
-        table = table_of(cell, out, reference, settings)
-        plan = find_plan(table, budget, settings, entry.method, reference.spec)
-        return build_network(network, plan, Seen(table.moments))
-    return build_network(network, *_planner(cell, reference, settings, free)(budget))
-
-
-_last: dict[str, Planner] = {}  # effects of all options are as large as the network: one method's at a time
-
-
-def _planner(cell: Cell, reference: Reference, settings: Settings | Filters, free: bool) -> Planner:
-    """What does not depend on the budget is done once for cells that follow each other in a process."""
-    entry, exclude = cell.entry, cell.network.exclude
-    about = (reference.name, exclude, entry.method, sorted(entry.settings.items()), cell.calibrate, cell.seed)
-    key = json.dumps(about, default=str)
+    request = Request(entry.method, changes, cell.network.exclude, entry.recover, name=reference.spec)
+    key = json.dumps((str(out), reference.name, cell.images, repr(request)))
     if key not in _last:
-        data = images(cell) if free or needs_data(settings) else None
-        method, spec = cell.entry.method, reference.spec
-        example, coverage = reference.example, reference.coverage
-        found = planner(reference.network, example, coverage, settings, method, spec, data, free=free)
+        data = images(cell) if cell.images and request.looks_at_data else None
+        tables = partial(table_of, cell, out, reference)
+        job = Compression(
+            reference.network, reference.example, request, data, tables=tables, coverage=reference.coverage
+        )
         _last.clear()
-        _last[key] = found
+        _last[key] = job
     return _last[key]
 
 

@@ -6,7 +6,7 @@ Each process also remembers what it opened last: the images, the network and its
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from rankwise.core.layer import Coverage
 from rankwise.data import splits
 from rankwise.data.splits import Split
 from rankwise.decompositions import DECOMPOSITIONS
-from rankwise.methods import build_table, needs_data, table_for
+from rankwise.methods import build_table, needs_data
 from rankwise.models import networks
 from rankwise.planning.planner import Settings
 from rankwise.planning.table import Table
@@ -140,7 +140,7 @@ def _loaded(source: str, split: str, side: int | None) -> Split:
 
 def images(cell: Cell) -> Split:
     """Calibration images: evenly spaced, from a part of the training images that no network was trained on here."""
-    return split_of(cell, "calibration").thin(cell.calibrate)
+    return split_of(cell, "calibration").thin(cell.images)
 
 
 def score(model: nn.Module, cell: Cell) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def score(model: nn.Module, cell: Cell) -> dict[str, Any]:
     return found
 
 
-def table_of(cell: Cell, out: Path, reference: Reference, settings: Settings) -> Table:
-    """What the settings need to know about every layer, whatever the budget."""
+def table_of(cell: Cell, out: Path, reference: Reference, settings: Settings, make: Callable[[], Table]) -> Table:
+    """What the settings need to know about every layer, whatever the budget: made once, and kept in the store."""
     wanted: dict[str, Any] = {
         "kind": "table",
         "reference": reference.name,
@@ -165,13 +165,8 @@ def table_of(cell: Cell, out: Path, reference: Reference, settings: Settings) ->
     if any(DECOMPOSITIONS[name].alone for name in settings.decompositions):
         wanted |= {"clustering": settings.clustering, "seed": settings.seed, "starts": settings.starts}
     if needs_data(settings):
-        wanted |= {"error": settings.error, "data": cell.network.source, "calibrate": cell.calibrate}
-
-    def make(work: Path) -> None:
-        seen = images(cell) if needs_data(settings) else None
-        table_for(reference.network, reference.coverage, settings, seen).save(work / "table.safetensors")
-
-    folder = entry(out / "store", wanted, make)
+        wanted |= {"error": settings.error, "data": cell.network.source, "calibrate": cell.images}
+    folder = entry(out / "store", wanted, lambda work: make().save(work / "table.safetensors"))
     table = _table(str(folder))
     if table.weights is None:
         table.weights = {layer.name: _weight(reference.network, layer.name) for layer in table.coverage.layers}

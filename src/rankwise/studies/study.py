@@ -61,11 +61,24 @@ class Network:
 
 @dataclass(frozen=True)
 class Entry:
-    """A method of the registry, the settings that the study changes, and what tables call it."""
+    """A method of the registry, the settings that the study changes, and what tables call it.
+
+    `recover` are steps of distillation after compression, or seconds. `calibrate` is the number of images without
+    labels that it may look at: the study's own unless given, and with 0 the method gets no data.
+    """
 
     method: str
     label: str
     settings: dict[str, Any]
+    recover: int | str = 0
+    calibrate: int | None = None
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What decides results; keys that are not given are left out, as they were before there were such keys."""
+        more = {"recover": self.recover or None, "calibrate": self.calibrate}
+        own = {"method": self.method, "label": self.label, "settings": self.settings}
+        return {**own, **{key: value for key, value in more.items() if value is not None}}
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,11 @@ class Cell:
     round: int = 0
 
     @property
+    def images(self) -> int:
+        """How many images the method may look at."""
+        return self.calibrate if self.entry.calibrate is None else self.entry.calibrate
+
+    @property
     def epochs(self) -> int:
         """How many epochs are retrained: a share of the recipe's, at least one where the share is not 0."""
         return max(1, round(self.share * self.network.training.epochs)) if self.share else 0
@@ -94,7 +112,7 @@ class Cell:
     def name(self) -> str:
         """Readable, and with a hash of all that decides the result: where files lie does not."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "study"}
-        what = digest({**own, "network": self.network.identity, "entry": vars(self.entry)})
+        what = digest({**own, "network": self.network.identity, "entry": self.entry.identity})
         keep = f"round{self.round}" if self.round else f"{self.unit}{self.asked:.4g}"
         title = f"{_slug(self.network.model)}-{_slug(self.entry.label)}-{keep}"
         return f"{title}-r{100 * self.share:g}-{self.repeat}-{what[:6]}"

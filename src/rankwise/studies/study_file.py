@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rankwise.calibration.distill import read_effort
 from rankwise.core import files
 from rankwise.errors import RankwiseError
 from rankwise.methods import settings_for
@@ -159,11 +160,15 @@ def _entry(value: Any, where: str) -> Entry:
     value = dict(files.typed(value, dict, f"every method of {where}"))
     method = files.typed(value.pop("method", ""), str, f"'method' of {where}")
     label = files.typed(value.pop("label", method), str, f"'label' of {where}")
+    recover = value.pop("recover", 0)
+    calibrate = _count(value, "calibrate", 0, where, least=0) if "calibrate" in value else None
+    value.pop("calibrate", None)
     try:
         settings_for(method, **value)
+        read_effort(recover)
     except RankwiseError as err:
         raise RankwiseError(f"the method {label!r} of {where}: {err}") from None
-    return Entry(method, label, value)
+    return Entry(method, label, value, recover, calibrate)
 
 
 def _shares(value: Any, mode: str, where: str) -> tuple[float, ...]:

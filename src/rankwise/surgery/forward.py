@@ -19,6 +19,9 @@ from rankwise.errors import RankwiseError
 from rankwise.surgery.hooks import Look, Looks, Seen, watching
 from rankwise.surgery.modules import kind_of
 
+Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]  # what `run_example` gives to a network
+Batches = Iterable[Example]
+
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
@@ -48,7 +51,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def run_example(model: nn.Module, example: Any) -> Any:
+def run_example(model: nn.Module, example: Example) -> Any:
     """model(example) for a tensor, a tuple or list of arguments, or a dict of keyword arguments."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -110,7 +113,7 @@ def tensors_of(output: Any) -> list[Tensor]:
     return [t for item in items for t in tensors_of(item)]
 
 
-def _sizes(example: Any) -> str:
+def _sizes(example: object) -> str:
     if isinstance(example, Tensor):
         return "x".join(map(str, example.shape))
     if isinstance(example, Mapping):
@@ -129,7 +132,7 @@ class Observed:
     unfit: dict[str, str]
 
 
-def observe(model: nn.Module, example: Any, layers: dict[str, nn.Module]) -> Observed:
+def observe(model: nn.Module, example: Example, layers: dict[str, nn.Module]) -> Observed:
     """Run the example once and watch the layers."""
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise RankwiseError("the model has lazy layers without a size yet: run it once on an input before")
@@ -198,7 +201,7 @@ def _merge(calls: list[Call]) -> tuple[Call, ...]:
     return tuple(Call(i, o, n) for (i, o), n in counts.items())
 
 
-def side_of(example: Any) -> int | None:
+def side_of(example: object) -> int | None:
     """The side of square images; None lets the data decide."""
     shape = example.shape if isinstance(example, Tensor) and example.dim() == 4 else (0, 1)
     return int(shape[-1]) if shape[-1] == shape[-2] else None

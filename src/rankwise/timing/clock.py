@@ -146,13 +146,20 @@ def on_threads(count: int | None) -> Iterator[None]:
 
 
 def time_networks(
-    models: Sequence[nn.Module], example: Any, timing: Timing | None = None, least: float = 0.0
+    models: Sequence[nn.Module],
+    example: Any,
+    timing: Timing | None = None,
+    least: float = 0.0,
+    most: float = math.inf,
 ) -> list[Measured]:
-    """What each network takes for the example, in turns; the networks themselves are left as they are."""
+    """What each network takes for the example, in turns; the networks themselves are left as they are.
+
+    `least` and `most` are seconds, as for `race`.
+    """
     timing = timing or Timing()
     with on_threads(timing.threads), torch.inference_mode():
         runs = [ready_to_run(model, example, timing)[1] for model in models]
-        return race(runs, timing, device_of(models[0]), least)
+        return race(runs, timing, device_of(models[0]), least, most)
 
 
 def time_network(model: nn.Module, example: Any, timing: Timing | None = None) -> Measured:

@@ -25,7 +25,7 @@ from torch import nn
 
 from rankwise.core.layer import LINEAR_KINDS, Coverage, Layer
 from rankwise.core.option import Option
-from rankwise.decompositions import PLAIN, Request, costs
+from rankwise.decompositions import PLAIN, Selection, costs
 from rankwise.errors import RankwiseError
 from rankwise.planning.table import Progress
 from rankwise.planning.times import MARGIN, Times
@@ -245,7 +245,7 @@ def _candidates(layer: Layer) -> list[tuple[Option, list[int]]]:
     """Options worth timing, the most promising first, and ranks of each, falling."""
     slices = [k for k in SLICES if layer.group_channels % k == 0] if layer.kind not in LINEAR_KINDS else [1]
     found = []
-    for option in sorted(PLAIN.options(layer, Request("all", slices)), key=lambda o: o.slices):
+    for option in sorted(PLAIN.options(layer, Selection("all", slices)), key=lambda o: o.slices):
         params, macs = costs(layer, option)
         limits = [int(params.searchsorted(layer.params)) - 1]
         limits += [int(macs.searchsorted(layer.macs)) - 1] if macs is not None and layer.macs else []

@@ -56,7 +56,13 @@ def settle(
     _, measured, plan = max(kept, key=lambda one: one[0]) if kept else min(found, key=lambda one: one[1])
     rounds = [[a, p.keep("latency"), m] for a, m, p in found]
     latency = {**plan.search.get("latency", {}), "measured": measured, "rounds": rounds}
-    return replace(plan, budget=budget, search={**plan.search, "latency": latency})
+    plan = replace(plan, budget=budget, search={**plan.search, "latency": latency})
+    if measured <= budget.latency:
+        return plan
+    return plan.warned(
+        f"the network takes {measured:.3f} of the dense network's time, and {budget.latency:g} was asked for: nothing "
+        f"faster was found; is the machine busy?"
+    )
 
 
 def shaped(model: nn.Module, plan: Plan, example: Any, fuse: bool) -> nn.Module:

@@ -60,17 +60,17 @@ class Forecast:
 
 
 def can_forecast(plan: Plan, seen: Seen) -> bool:
-    return plan.settings.get("error") == "effect" and seen.data is not None
+    return plan.settings.get("error") == "effect" and seen.inputs is not None
 
 
 def forecast(model: nn.Module, plan: Plan, seen: Seen, split: Split, most: int = 2_000, seed: int = 0) -> Forecast:
-    """For a plan and what was seen for it (`job.planner`), on up to `most` inputs of a split."""
-    if not can_forecast(plan, seen):
+    """For a plan and what was seen for it (`Compression.seen`), on up to `most` inputs of a split."""
+    if not can_forecast(plan, seen) or seen.inputs is None:
         raise RankwiseError(
             f"a plan by {plan.method!r} with the measure {plan.settings.get('error')!r} does not say what becomes of "
             f"the network's outputs: forecasts are for method='auto' with data, or with batch norm and an example"
         )
-    trial = apply_fitted(model, plan, seen.data, seen.influence, seen.moments, seen.least, work=0)
+    trial = apply_fitted(model, plan, seen.inputs.batches, seen.influence, seen.moments, seen.inputs.least, work=0)
     whole, split = len(split), split.thin(most)
     random = torch.Generator().manual_seed(seed)
     before, labels, variance = _answers(model, split, torch.Generator().manual_seed(seed))

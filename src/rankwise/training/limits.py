@@ -36,6 +36,14 @@ class Trial:
         return {"asked": self.asked, "keep": self.keep, "drop": self.drop, "within": self.within}
 
 
+def check_limit(limit: float, unit: str) -> None:
+    """Refuse a limit that is no number of points, and a unit that no budget has."""
+    if unit not in Budget.__dataclass_fields__:
+        raise RankwiseError(f"--unit {unit} was given: possible are {', '.join(Budget.__dataclass_fields__)}")
+    if not 0 <= limit < 100:
+        raise RankwiseError(f"--max-drop {limit:g} was given: give points of accuracy, from 0 to below 100")
+
+
 def smallest(
     make: Make,
     score: Callable[[nn.Module], float],
@@ -48,10 +56,7 @@ def smallest(
 
     Gives the network, its plan, and all that was tried.
     """
-    if unit not in Budget.__dataclass_fields__:
-        raise RankwiseError(f"--unit {unit} was given: possible are {', '.join(Budget.__dataclass_fields__)}")
-    if not 0 <= limit < 100:
-        raise RankwiseError(f"--max-drop {limit:g} was given: give points of accuracy, from 0 to below 100")
+    check_limit(limit, unit)
     best: tuple[nn.Module, Plan] | None = None
     trials: list[Trial] = []
     low, high = 0.0, 1.0

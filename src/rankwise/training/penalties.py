@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rankwise.compression import compress
+from rankwise.compression import Compression, Request
 from rankwise.errors import RankwiseError
 from rankwise.methods import get_method, needs_data
+from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.pruning.filters import Filters
 from rankwise.surgery.replace import apply_plan, densify
@@ -53,7 +54,8 @@ def c_step(model: nn.Module, target: Target, engine: Engine) -> dict[str, Tensor
     """Θ by name of the parameter, for every layer that would be decomposed; the plan is the first process'."""
     text = None
     if engine.writes:
-        text = compress(model, None, target.method, keep=target.params, exclude=target.exclude)[1].dumps().encode()
+        job = Compression(model, None, Request(target.method, exclude=target.exclude))
+        text = job.plan(Budget(params=target.params)).dumps().encode()
     plan = Plan.loads(engine.from_first(text) or b"", "the plan of the C step")
     near = densify(apply_plan(model, plan))
     names = {f"{choice.name}.weight" for choice in plan.choices}

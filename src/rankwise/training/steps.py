@@ -22,12 +22,13 @@ import torch
 from safetensors.torch import save as to_safetensors
 from torch import nn
 
-from rankwise.compression import compress
+from rankwise.compression import Compression, Request
 from rankwise.core import files
 from rankwise.errors import RankwiseError
 from rankwise.methods import get_method, settings_for
 from rankwise.models import networks
 from rankwise.models.spec import parse
+from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings
 from rankwise.surgery import checkpoint
@@ -125,7 +126,10 @@ def _teacher(weights: Path, spec: str, engine: Engine) -> nn.Module:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Iterative compression: keep αⁱ of the parameters after round i = 1 … count, by one method and changes to it."""
+    """Iterative compression: keep αⁱ of the parameters after round i = 1 … count, by one method and changes to it.
+
+    `calibrate` images are looked at, none for 0; `recover` as for `Request`, before each retraining.
+    """
 
     count: int = 3
     method: str = "auto"
@@ -133,6 +137,7 @@ class Rounds:
     calibrate: int = 256
     loop: str = "rounds"
     changes: Mapping[str, Any] = field(default_factory=dict)
+    recover: int | str = 0
 
     def __post_init__(self) -> None:
         if self.loop not in LOOPS:
@@ -202,15 +207,15 @@ def _compressed(
         if kept is not None:
             text = states.loads(kept, str(run.out / states.FILE)).notes.get("plan", "").encode()
         else:
-            example = torch.zeros(1, *material.shape)
-            images = material.split("calibration").thin(rounds.calibrate)
             searched = isinstance(get_method(rounds.method).settings, Settings)
-            settings: dict[str, Any] = {"starts": run.recipe.starts, "seed": run.seed} if searched else {}
-            settings |= rounds.changes
-            small, plan = compress(
-                model, example, rounds.method, keep=params, exclude=rounds.exclude, data=images, **settings
-            )
-            text = replace(plan, model=name).dumps().encode()
+            changes: dict[str, Any] = {"starts": run.recipe.starts, "seed": run.seed} if searched else {}
+            changes |= rounds.changes
+            request = Request(rounds.method, changes, rounds.exclude, rounds.recover, name=name)
+            used = request.looks_at_data and rounds.calibrate
+            images = material.split("calibration").thin(rounds.calibrate) if used else None
+            job = Compression(model, torch.zeros(1, *material.shape), request, images)
+            small, plan = job.run(Budget(params=params))
+            text = plan.dumps().encode()
     plan = Plan.loads(engine.from_first(text) or b"", f"the plan of {run.out}")
     if small is None:
         small = copy_model(model)
@@ -240,6 +245,7 @@ def _retrain(
         **_cuts(plan, plan.before.params, plan.before.macs),
         "params": plan.after.params,
         "macs": plan.after.macs,
+        **({"warnings": list(plan.warnings)} if plan.warnings else {}),
         **(about or {}),
     }
     return _finish(small, what, facts, state, run, engine, material)

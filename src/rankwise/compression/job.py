@@ -1,0 +1,283 @@
+"""From a network, a request and a budget to a plan, and from the plan to a network that can be shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from rankwise.calibration.activations import Data, output_moments
+from rankwise.calibration.distill import read_effort, recover_
+from rankwise.calibration.effect_table import LARGEST
+from rankwise.calibration.fit import apply_fitted
+from rankwise.calibration.inputs import NOISE, find_inputs
+from rankwise.calibration.output_metric import influences
+from rankwise.calibration.synthetic import NoInputs
+from rankwise.compression.basis import ALONE, Basis, Ground, Seen, Tables, Watch, by_weights, failed, make_basis
+from rankwise.compression.request import Request
+from rankwise.core.layer import Coverage
+from rankwise.core.linalg import computing_on
+from rankwise.decompositions import METRIC, OUTPUTS, of
+from rankwise.errors import RankwiseError
+from rankwise.methods import calibration, needs_budget, settings_for
+from rankwise.planning.budget import Budget
+from rankwise.planning.plan import Plan
+from rankwise.planning.planner import Settings
+from rankwise.planning.table import Progress
+from rankwise.pruning.filters import Filters, plan_filters
+from rankwise.surgery.coverage import COMPRESSED, find_layers
+from rankwise.surgery.forward import Example
+from rankwise.surgery.fuse import find_norms, fuse_norms
+from rankwise.surgery.layout import lay_out_
+from rankwise.surgery.replace import apply_plan
+from rankwise.timing.clock import Timing
+from rankwise.timing.cost_model import measure_times
+from rankwise.timing.rank_multiple import best_multiple
+from rankwise.timing.tune import settle
+
+
+class Compression:
+    """A request for one network. All that no budget changes is made once, where it is needed first.
+
+        job = Compression(model, example, Request(method="auto"), data)
+        plan = job.plan(Budget(params=0.5))        # one decision for each layer
+        small, plan = job.build(plan)              # a copy of the model that follows it
+        job.recover_(small, plan)                  # distilled from the original, if that was asked for
+        small, plan = job.finish(small, plan)      # as it is shipped: norms folded, weights laid out
+
+    `run` does all of this. `data` are inputs without labels, or the name of a data set. `watch` sees what is going on,
+    `tables` may keep tables of weights and activations, `coverage` is what `find_layers` gave, if that is known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example | None = None,
+        request: Request | None = None,
+        data: Data | str | None = None,
+        watch: Watch | None = None,
+        tables: Tables | None = None,
+        coverage: Coverage | None = None,
+    ) -> None:
+        self.model, self.example, self.request = model, example, request or Request()
+        self.name = self.request.name or type(model).__name__
+        self._data, self._watch, self._tables, self._coverage = data, watch, tables, coverage
+        self._bases: dict[tuple[bool, bool], Basis] = {}
+
+    # ---- what no budget changes
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """Every layer, or why not."""
+        exclude = () if self.request.plan is not None else self.request.exclude
+        return self._coverage or find_layers(self.model, self.example, exclude)
+
+    @cached_property
+    def settings(self) -> Settings | Filters:
+        """Those of the method with the changes that were asked for; "measured" is a number here."""
+        changes = dict(self.request.changes)
+        if changes.get("rank_multiple") == "measured":
+            how = (self.request.timing, self.coverage)
+            changes["rank_multiple"] = best_multiple(self.model, self.example, *how)
+        return settings_for(self.request.method, **changes)
+
+    @cached_property
+    def ground(self) -> Ground:
+        """The network and what is known about it before anything is planned."""
+        data: Data | None = None
+        if self.request.looks_at_data:
+            data = calibration(self._data, self.example, self.request.calibrate)
+        if isinstance(data, Iterator) and self.request.recovers:
+            data = list(data)  # distilled on what was looked at before
+        return Ground(self.model, self.example, self.coverage, data, self._watch, self._tables)
+
+    def basis(self, budget: Budget | None) -> Basis:
+        """What plans for such a budget are made from. Nothing is timed unless time was asked for."""
+        settings = self.settings
+        assert isinstance(settings, Settings), "methods that remove filters have no table"
+        timed = settings.never_slower or (budget is not None and budget.latency is not None)
+        fuse = timed and self.fuses(budget)
+        if (timed, fuse) not in self._bases:
+            times = None
+            if timed:
+                with self.ground.stage("timing") as report:
+                    how = (self.request.timing, self.coverage, report)
+                    times = measure_times(self.model, self.example, *how, fuse=fuse)
+            self._bases[timed, fuse] = make_basis(self.ground, settings, times, self.request.is_free)
+        return self._bases[timed, fuse]
+
+    def seen(self, plan: Plan) -> Seen:
+        """What building the plan needs beside the weights."""
+        if self.request.plan is not None:
+            return self._seen_again
+        return Seen() if isinstance(self.settings, Filters) else self.basis(plan.budget).seen
+
+    @cached_property
+    def _seen_again(self) -> Seen:
+        """For a plan that was read: with the inputs of the time it was made, the same as at that time."""
+        plan, ground = self.plan(None), self.ground
+        needs = {of(choice.option).needs for choice in plan.choices}
+        if OUTPUTS in needs and ground.data is not None:
+            return Seen(output_moments(self.model, ground.data, self.coverage.layers))
+        if METRIC not in needs:
+            return Seen()
+        seed = int(plan.settings.get("seed") or 0)
+        try:
+            inputs = find_inputs(self.model, self.example, ground.data, self.coverage.macs, seed)
+        except NoInputs:
+            return Seen()  # surgery says what is missing
+        if inputs.kind == NOISE != plan.inputs:
+            return Seen()
+        layers = list(self.coverage.layers)
+        return Seen({}, inputs, influences(self.model, inputs.batches, layers, LARGEST, seed, inputs.means))
+
+    def check(self) -> None:
+        """Refuse a network that there is nothing to do with."""
+        taken = [s.name for s in self.coverage.skipped if s.reason == COMPRESSED]
+        if taken:
+            raise RankwiseError(
+                f"the model is already compressed (layer {taken[0]!r}, for one): densify it first, or compress the "
+                f"original again"
+            )
+        if not self.coverage.layers and not isinstance(self.settings, Filters):
+            raise RankwiseError(
+                "the model has no layer that can be decomposed: rankwise.find_layers, or rankwise inspect, says why"
+            )
+
+    def fuses(self, budget: Budget | None) -> bool:
+        """Whether batch norms are folded at the end: for whoever asks for time, since it costs no accuracy."""
+        if self.request.fuse is not None:
+            return self.request.fuse
+        if self.request.plan is not None:
+            return bool(self.request.plan.fused)
+        return budget is not None and budget.latency is not None
+
+    # ---- from a budget to a network
+
+    def plan(self, budget: Budget | None) -> Plan:
+        """One decision for each layer, never above the budget; with a latency in it, one that was timed (tune.py).
+
+        Decompositions that read their ranks from the weights can do without a budget, and so can a plan that is made.
+        """
+        if self.request.plan is not None:
+            return self.request.plan
+        self.check()
+        with computing_on(self.request.device):
+            return self._plan(budget)
+
+    def _plan(self, budget: Budget | None) -> Plan:
+        if isinstance(self.settings, Filters):
+            return self._filters(self.settings, budget)
+        self.basis(budget)  # before the clock runs
+        if budget is None or budget.latency is None:
+            return self._planned(budget)
+        timing, fuse = self.request.timing or Timing(), self.fuses(budget)
+        with self.ground.stage("timing the plan"):
+            return settle(budget, self._planned, self.model, self.example, timing, fuse)
+
+    def _planned(self, budget: Budget | None) -> Plan:
+        return self.basis(budget).plan(budget, self.request.method, self.name)
+
+    def _filters(self, settings: Filters, budget: Budget | None) -> Plan:
+        if budget is None:
+            raise RankwiseError(f"{self.request.method!r} needs a budget, and none was given: for instance keep=0.4")
+        plan = plan_filters(self.model, self.example, self.coverage, settings, budget, self.ground.data)
+        return replace(plan, model=self.name, method=self.request.method)
+
+    def build(self, plan: Plan) -> tuple[nn.Module, Plan]:
+        """A copy of the model that follows the plan, and that plan: another one if the inputs could not be fitted."""
+        with computing_on(self.request.device):
+            return self._build(plan)
+
+    def _build(self, plan: Plan) -> tuple[nn.Module, Plan]:
+        seen = self.seen(plan)
+        if self.request.plan is not None and seen.inputs is not None and plan.inputs != seen.inputs.kind:
+            then, now = plan.inputs or "no", seen.inputs.kind
+            plan = plan.warned(f"the plan was made on {then} inputs, and its layers are fitted to {now} inputs")
+        if seen.inputs is None:
+            return apply_plan(self.model, plan, seen.moments), plan
+        given = (seen.inputs.batches, seen.influence, seen.moments, seen.inputs.least)
+        try:
+            return apply_fitted(self.model, plan, *given, work=None if seen.inputs.means else 0), plan
+        except LinAlgError as err:
+            if self.request.plan is not None or not self.request.is_free:
+                raise RankwiseError(f"the calibration data could not be fitted ({err}): give more of it") from None
+            return self._without_inputs(plan.budget, err)
+
+    def _without_inputs(self, budget: Budget, err: LinAlgError) -> tuple[nn.Module, Plan]:
+        assert isinstance(self.settings, Settings), "auto decomposes"
+        times = self.basis(budget).times
+        plain = by_weights(self.ground, self.settings, times, f"{failed(err)}: {ALONE}")
+        plan = plain.plan(budget, self.request.method, self.name)
+        return apply_plan(self.model, plan, plain.seen.moments), plan
+
+    def recover_(self, small: nn.Module, plan: Plan) -> None:
+        """So many steps, or seconds, of distillation from the original, as the request says (distill.py)."""
+        if not self.request.recovers:
+            return
+        inputs = self.seen(plan).inputs
+        data = self.ground.data if inputs is None else inputs.batches
+        if data is None:
+            raise RankwiseError(
+                "recovery learns from the original network's outputs, and there are no inputs: pass data= (or --data)"
+            )
+        with self.ground.stage("recovery") as report:
+            told = None if report is None else lambda done, total, loss: report("", done, total)
+            recover_(small, self.model, data, *read_effort(self.request.recover), progress=told)
+
+    def finish(self, small: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
+        """The network as it is shipped, and a plan that says so: with batch norms folded, in the layout of the plan."""
+        if self.fuses(plan.budget):
+            norms = find_norms(small, self.example)
+            small = fuse_norms(small, norms)
+            params = sum(p.numel() for p in small.parameters())
+            plan = replace(plan, fused=norms, after=replace(plan.after, params=params))
+        lay_out_(small, plan.layout)
+        return small, plan
+
+    def run(self, budget: Budget | None) -> tuple[nn.Module, Plan]:
+        """All of it: the finished network, and the plan that it follows."""
+        small, plan = self.build(self.plan(budget))
+        self.recover_(small, plan)
+        return self.finish(small, plan)
+
+
+def compress(
+    model: nn.Module,
+    example: Example | None = None,
+    method: str = "auto",
+    keep: float | None = None,
+    macs: float | None = None,
+    exclude: Iterable[str] | str = (),
+    progress: Progress | None = None,
+    data: Data | str | None = None,
+    recover: int | str = 0,
+    latency: float | None = None,
+    timing: Timing | None = None,
+    fuse: bool | None = None,
+    name: str = "",
+    device: str | torch.device | None = None,
+    **changes: Any,
+) -> tuple[nn.Module, Plan]:
+    """The whole job: a smaller copy of the model, and the plan it follows.
+
+    `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
+    multiply-adds, which needs an example input, `latency` for the measured time of the example (see `Timing`); only
+    tucker2 can do without any. `data`, any iterable of inputs without labels or a specification such as "digits", is
+    for methods that look at activations, and for `recover`: so many steps of distillation from the original network at
+    the end, or as many as fit into "90s". `fuse` folds batch norms into the layers before them, for inference; a budget
+    in latency does so unless `fuse` is False. `name` is what the plan calls the network: its class, unless given.
+    `device` is where the decompositions are computed, in float64: the CPU unless given, or "network" for wherever the
+    weights are.
+    """
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude or ())
+    request = Request(method, changes, exclude, recover, fuse, timing, name, device=device)
+    job = Compression(model, example, request, data, None if progress is None else lambda _: nullcontext(progress))
+    asked = any(part is not None for part in (keep, macs, latency)) or needs_budget(job.settings)
+    return job.run(Budget(params=keep, macs=macs, latency=latency) if asked else None)

@@ -1,0 +1,56 @@
+"""What is asked of a compression, whatever the network and the budget are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rankwise.calibration.distill import read_effort
+from rankwise.methods import needs_data, settings_for
+from rankwise.planning.plan import Plan
+from rankwise.timing.clock import Timing
+
+
+@dataclass(frozen=True)
+class Request:
+    """A method, changes to its settings, and what is done with the network afterwards.
+
+    Of `changes`, those that are None leave the method's own setting. `recover` are steps of distillation, or seconds
+    ("90s"). `fuse` folds batch norms; None does so for budgets in latency only. `name` is what the plan calls the
+    network, its class unless given. So many images are taken to `calibrate`, of data that is given by its name.
+    Decompositions are computed on the CPU unless `device` names another place (core/linalg.py).
+    `plan` holds decisions that are made already: they are followed, and method, changes and exclude mean nothing.
+    """
+
+    method: str = "auto"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
+    recover: int | str = 0
+    fuse: bool | None = None
+    timing: Timing | None = None
+    name: str = ""
+    calibrate: int = 256
+    plan: Plan | None = None
+    device: str | torch.device | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether `auto` may look at inputs: not if an error or decompositions are asked for."""
+        asked = self.changes.get("error"), self.changes.get("decompositions")
+        return self.method == "auto" and asked == (None, None)
+
+    @property
+    def recovers(self) -> bool:
+        steps, seconds = read_effort(self.recover)
+        return bool(steps) and seconds != 0
+
+    @property
+    def looks_at_data(self) -> bool:
+        """Whether calibration data would be used, if there were any."""
+        if self.plan is not None or self.is_free or self.recovers:
+            return True
+        others = {key: value for key, value in self.changes.items() if key != "rank_multiple"}  # may be "measured"
+        return needs_data(settings_for(self.method, **others))
