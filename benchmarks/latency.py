@@ -31,6 +31,7 @@ from rankwise.calibration.activations import batches
 from rankwise.calibration.effect_table import effect_table
 from rankwise.calibration.fit import apply_fitted
 from rankwise.data import splits
+from rankwise.decompositions import FITTED, PLAIN
 from rankwise.methods import AUTO
 from rankwise.models import networks
 from rankwise.planning.planner import find_plan
@@ -38,7 +39,6 @@ from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_
 from rankwise.surgery.replace import copy_model
 from rankwise.timing.clock import time_networks
-from rankwise.timing.cost_model import SLICES
 from rankwise.timing.tune import settle, shaped
 from rankwise.training.evaluate import evaluate
 
@@ -79,13 +79,13 @@ class Bench:
         self.coverage = rw.find_layers(self.model, self.example, args.exclude)
         self.latencies, self.keeps, self.cache = args.latency, args.keep, args.cache
         self.times: dict[bool, rw.Times] = {}
-        self.settings, self.inputs, self.influence = replace(AUTO, groups=SLICES), None, {}
+        self.settings, self.inputs, self.influence = AUTO, None, {}
         if name == "resnet20" and args.data:
-            self.settings = replace(self.settings, error="effect", decompositions=("whitened", "svd"))
+            self.settings = replace(self.settings, error="effect", decompositions=(*FITTED, PLAIN.name))
             self.inputs = list(batches(splits.load(f"parquet:{args.data}", "fit").thin(IMAGES)))
             self.table, self.influence = effect_table(self.model, self.coverage, self.settings, self.inputs)
         else:
-            self.table = rw.build_table(self.model, self.example, groups=SLICES, exclude=args.exclude)
+            self.table = rw.build_table(self.model, self.example, exclude=args.exclude)
 
     def times_of(self, fuse: bool) -> rw.Times:
         if fuse not in self.times:

@@ -29,7 +29,6 @@ from rankwise.planning.planner import Settings, find_plan
 from rankwise.planning.table import Progress, Table
 from rankwise.planning.times import Times
 from rankwise.surgery.forward import Example
-from rankwise.timing.cost_model import SLICES
 
 # Watches a stage of the work by its name: what is entered gets (name, done, total), if anything.
 Watch = Callable[[str], AbstractContextManager[Progress | None]]
@@ -119,12 +118,11 @@ def make_basis(ground: Ground, settings: Settings, times: Times | None, free: bo
             f"error={settings.error!r} with decompositions={settings.decompositions!r} was asked for: 'effect' and "
             f"{' or '.join(map(repr, FITTED))} are known together only, and method='auto' with data= takes both"
         )
-    return _by_effect(ground, _timed(settings, times), times, _inputs(ground, settings))
+    return _by_effect(ground, settings, times, _inputs(ground, settings))
 
 
 def by_weights(ground: Ground, settings: Settings, times: Times | None, *warnings: str) -> Basis:
     """From the weights, and for pca and errors of outputs from activations over the data."""
-    settings = _timed(settings, times)
     data = ground.data if needs_data(settings) else None
     with ground.stage("layers") as report:
 
@@ -138,7 +136,7 @@ def by_weights(ground: Ground, settings: Settings, times: Times | None, *warning
 def _auto(ground: Ground, settings: Settings, times: Times | None) -> Basis:
     wanted = replace(settings, error="effect", decompositions=(*FITTED, PLAIN.name))
     try:
-        return _by_effect(ground, _timed(wanted, times), times, _inputs(ground, settings))
+        return _by_effect(ground, wanted, times, _inputs(ground, settings))
     except NoInputs as err:
         why = f"no data was given, and {err}"
     except LinAlgError as err:  # numbers that no shrinkage could save
@@ -159,11 +157,6 @@ def _by_effect(ground: Ground, settings: Settings, times: Times | None, inputs: 
 
 def _inputs(ground: Ground, settings: Settings) -> Inputs:
     return find_inputs(ground.model, ground.example, ground.data, ground.coverage.macs, settings.seed)
-
-
-def _timed(settings: Settings, times: Times | None) -> Settings:
-    """Where time was measured, only those slices that were: no others could be chosen."""
-    return settings if times is None or settings.slices != "all" else replace(settings, slices=SLICES)
 
 
 def _none(seen: Moments | None) -> bool:

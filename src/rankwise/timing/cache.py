@@ -15,7 +15,7 @@ from rankwise.core import files
 from rankwise.errors import RankwiseError
 from rankwise.planning.times import LAYOUTS
 
-FORMAT = 2
+FORMAT = 3  # 2 knew pairs of 1, 2 and 4 slices only, and not whether the machine was busy
 
 
 class Store:
@@ -41,19 +41,36 @@ class Store:
 
 
 def _sound(value: Any) -> bool:
-    """What `stopwatch._measure` gives."""
-    if not isinstance(value, dict) or set(value) != {"whole", "layout", "beside", "layers", "pairs"}:
+    """What `cost_model._measure` gives."""
+    if not isinstance(value, dict) or set(value) != {"whole", "layout", "beside", "layers", "forms", "conditions"}:
         return False
-    layers, pairs = value["layers"], value["pairs"]
-    if not isinstance(layers, dict) or not isinstance(pairs, dict) or not set(pairs) <= set(layers):
+    layers, forms = value["layers"], value["forms"]
+    if not isinstance(layers, dict) or not isinstance(forms, dict) or not set(forms) <= set(layers):
         return False
-    if value["layout"] not in (None, *LAYOUTS) or not all(isinstance(options, dict) for options in pairs.values()):
+    if value["layout"] not in (None, *LAYOUTS) or not all(isinstance(options, dict) for options in forms.values()):
         return False
-    samples = [(option, rows) for options in pairs.values() for option, rows in options.items()]
-    return all(map(_positive, (value["whole"], value["beside"], *layers.values()))) and all(
-        option.rpartition("/")[2].isdigit() and isinstance(rows, list) and rows and all(map(_sample, rows))
-        for option, rows in samples
+    samples = [(option, rows) for options in forms.values() for option, rows in options.items()]
+    return (
+        all(map(_positive, (value["whole"], value["beside"], *layers.values())))
+        and _conditions(value["conditions"])
+        and all(
+            _form(option) and isinstance(rows, list) and rows and all(map(_sample, rows)) for option, rows in samples
+        )
     )
+
+
+def _form(text: str) -> bool:
+    """`cost_model._form`: what it is timed as, fold, slices, outer rank."""
+    parts = text.split("/")
+    return len(parts) == 4 and parts[2].isdigit() and parts[3].isdigit()
+
+
+def _conditions(value: Any) -> bool:
+    """`Conditions.to_json`."""
+    if not isinstance(value, dict) or set(value) - {"load"} != {"cores", "spread", "busy"}:
+        return False
+    numbers = [value["cores"], value["spread"], value.get("load", 0.0)]
+    return isinstance(value["busy"], bool) and all(type(n) in (int, float) and n >= 0 for n in numbers)
 
 
 def _sample(row: Any) -> bool:
@@ -66,7 +83,8 @@ def _positive(value: Any) -> bool:
 
 def place(cache: str | Path | None, threads: int) -> Path:
     default = os.environ.get("RANKWISE_CACHE") or Path.home() / ".cache" / "rankwise"
-    name = hashlib.sha256(f"{machine()}|{threads}".encode()).hexdigest()[:16]
+    # Versions of rankwise that measure in another way have files of their own.
+    name = hashlib.sha256(f"{machine()}|{threads}|{FORMAT}".encode()).hexdigest()[:16]
     return Path(cache or default) / f"times-{name}.json"
 
 

@@ -1,13 +1,14 @@
-"""The cost model: how long every layer of a network takes on this machine, as it is and as a pair, by rank.
+"""The cost model: how long every layer of a network takes on this machine, as it is and decomposed, by rank.
 
-Everything is timed inside the network, where caches hold what they will hold: all layers are replaced by pairs at once,
-each by one of its options at one rank, the network runs with a clock around every layer, and so one run tells of as
-many pairs as there are layers. A few dozen such networks tell all that is needed:
+Everything is timed inside the network, where caches hold what they will hold: all layers are replaced by pairs (or
+cores, …) at once, each by one of its options at one rank, the network runs with a clock around every layer, and so one
+run tells of as many pairs as there are layers. About a hundred such networks tell enough (candidates.py) to say what
+all other options take (planning/times.py):
 
     seconds of a pair = seconds of the layer · (pair ÷ layer, both on a batch that may be smaller)
 
-The least of all runs counts: whatever else runs on a machine only ever adds time. Encoders with many groups are slow
-nearly everywhere and are not tried. What was measured is kept on disk (times_file.py).
+The least of all runs counts: whatever else runs on a machine only ever adds time. What was measured is kept on disk
+(cache.py), with the conditions under which it was measured (load.py).
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise.core.layer import LINEAR_KINDS, Coverage, Layer
+from rankwise.core.layer import Coverage, Layer
 from rankwise.core.option import Option
-from rankwise.decompositions import PLAIN, Selection, costs
+from rankwise.decompositions import PLAIN, of
 from rankwise.errors import RankwiseError
 from rankwise.planning.table import Progress
-from rankwise.planning.times import MARGIN, Times
+from rankwise.planning.times import MARGIN, Samples, Times
 from rankwise.surgery.coverage import find_layers
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_, other_layout
 from rankwise.surgery.pairs import build_pair
 from rankwise.surgery.replace import copy_model, swap_modules_
 from rankwise.timing.cache import Store, machine, place
+from rankwise.timing.candidates import candidates, kinds
 from rankwise.timing.clock import (
+    Measured,
     Run,
     Timing,
     device_of,
@@ -47,12 +50,11 @@ from rankwise.timing.clock import (
     split_seconds,
     time_networks,
 )
+from rankwise.timing.load import conditions
 
-SLICES = (1, 2, 4)
-SHARES = (0.8, 0.55, 0.35, 0.2, 0.1)  # of the rank at which a pair has as many macs as the layer
 SECONDS = 100.0  # to spend on the pairs of one network
 TRIAL = 20  # part of that time to compare the network as it is with the one that will be decomposed
-RUNS = 250  # of the network: batches are cut until so many fit into that time, …
+RUNS = 350  # of the network: batches are cut until so many fit into that time, …
 FEWEST = 16  # … but not below so many inputs: larger tensors are slower than their size says
 SLOW = 1.0  # seconds: of a network that takes longer one run counts, not two
 PASSES = 3  # over all pairs, as long as there is time
@@ -90,23 +92,38 @@ def measure_times(
             store.known[key] = _measure(model, example, timing, coverage, progress, seconds or SECONDS, fuse)
             store.save()
     found = store.known[key]
-    pairs = {
-        (name, option.rpartition("/")[0], int(option.rpartition("/")[2])): (
-            tuple(int(rank) for rank, _ in samples),
-            tuple(float(took) for _, took in samples),
-        )
-        for name, options in found["pairs"].items()
-        for option, samples in options.items()
-    }
-    how = {**timing.to_json(), "fuse": fuse, "machine": machine()}
-    return Times(found["beside"], found["layers"], pairs, how, found["whole"], found["layout"])
+    how = {**timing.to_json(), "fuse": fuse, "machine": machine(), **found["conditions"]}
+    pairs, others = _samples(found["forms"])
+    return Times(found["beside"], found["layers"], pairs, how, found["whole"], found["layout"], others)
+
+
+def _samples(
+    forms: Mapping[str, Mapping[str, list[list[float]]]],
+) -> tuple[dict[tuple[str, str, int], Samples], dict[tuple[str, str, int], Samples]]:
+    """Pairs by (layer, fold, slices), and others by (layer, what they are timed as, outer rank)."""
+    pairs, others = dict[tuple[str, str, int], Samples](), dict[tuple[str, str, int], Samples]()
+    for name, options in forms.items():
+        for form, rows in options.items():
+            timed_as, fold, slices, outer = form.split("/")
+            samples = tuple(int(rank) for rank, _ in rows), tuple(float(took) for _, took in rows)
+            if timed_as == PLAIN.timed_as:
+                pairs[name, fold, int(slices)] = samples
+            else:
+                others[name, timed_as, int(outer)] = samples
+    return pairs, others
+
+
+def _form(option: Option) -> str:
+    """What an option is timed as, in a file."""
+    return f"{of(option).timed_as}/{option.fold}/{option.slices}/{option.outer}"
 
 
 def _key(model: nn.Module, example: Any, timing: Timing, coverage: Coverage, fuse: bool) -> str:
     args, kwargs = inputs_for(model, example, timing)
     shapes = [tuple(getattr(value, "shape", ())) for value in (*args, *kwargs.values())]
     lies = other_layout(model)
-    parts = (repr(model), shapes, device_of(model), timing.layout, lies, _dtype(model), coverage.layers, fuse)
+    where = (device_of(model), timing.layout, lies, _dtype(model))
+    parts = (repr(model), shapes, *where, coverage.layers, fuse, kinds())
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()
 
 
@@ -119,7 +136,9 @@ def _measure(
     seconds: float,
     fuse: bool,
 ) -> dict[str, Any]:
-    """{"whole": seconds of the network as it is, "layout", "beside" and "layers" of it as it will be, "pairs"}."""
+    """{"whole": seconds of the network as it is, "layout", "beside" and "layers" of it as it will be,
+    "forms": those of what may stand in for each layer, as `_form` calls it, by rank, and "conditions"}.
+    """
     if progress:
         progress("the network", 0, 1)
     names = [layer.name for layer in coverage.layers]
@@ -145,12 +164,14 @@ def _measure(
     layout = layouts[best] or ("channels-last" if timing.layout == "channels-last" else None)
     rig = _Rig(*_short(network, example, timing, seconds), called, layout)
     rig.explore(seconds, progress)
-    pairs: dict[str, dict[str, list[list[float]]]] = {}
+    forms: dict[str, dict[str, list[list[float]]]] = {}
     for (name, cell), took in sorted(rig.best.items(), key=lambda one: one[0][1][1] if one[0][1] else 0):
         if cell is not None:
             scaled = layers[name] * took / rig.best[name, None]
-            pairs.setdefault(name, {}).setdefault(f"{cell[0].fold}/{cell[0].slices}", []).append([cell[1], scaled])
-    return {"whole": whole, "layout": layouts[best], "beside": beside, "layers": layers, "pairs": pairs}
+            forms.setdefault(name, {}).setdefault(_form(cell[0]), []).append([cell[1], scaled])
+    seen = conditions([Measured(tuple(rig.whole))]).to_json()
+    found = {"whole": whole, "layout": layouts[best], "beside": beside, "layers": layers}
+    return {**found, "forms": forms, "conditions": seen}
 
 
 def _laid_out(model: nn.Module, layout: str | None) -> nn.Module:
@@ -179,11 +200,12 @@ class _Rig:
     def __init__(self, network: nn.Module, run: Run, layers: list[Layer], layout: str | None) -> None:
         self.network, self.run, self.layers, self.layout = network, run, layers, layout
         self.best: dict[tuple[str, Cell | None], float] = {}  # least seconds of a layer, as a pair or (None) as it is
+        self.whole: list[float] = []  # seconds of the network as it is, run by run
 
     def explore(self, seconds: float, progress: Progress | None) -> None:
         """Every option of every layer at half of its macs, and those that are not hopeless at other ranks too."""
         start = time.monotonic()
-        every = {layer.name: _candidates(layer) for layer in self.layers}
+        every = {layer.name: candidates(layer) for layer in self.layers}
         first = {
             name: [(option, min(ranks, key=lambda r: abs(r - ranks[0] / 2))) for option, ranks in options]
             for name, options in every.items()
@@ -223,6 +245,8 @@ class _Rig:
         try:
             for turn in range(1 + COUNT):
                 rest, spent = split_once(self.network, self.run, names)
+                if turn and not cells:
+                    self.whole.append(rest + sum(spent.values()))
                 for name, took in spent.items() if turn else ():
                     key = (name, cells.get(name))
                     self.best[key] = min(self.best.get(key, math.inf), took)
@@ -239,26 +263,6 @@ def _pair(layer: Layer, option: Option, rank: int, old: nn.Module, layout: str |
         tensor.data.normal_(std=(tensor[0].numel() or 1) ** -0.5)
     lay_out_(pair, layout)
     return pair
-
-
-def _candidates(layer: Layer) -> list[tuple[Option, list[int]]]:
-    """Options worth timing, the most promising first, and ranks of each, falling."""
-    slices = [k for k in SLICES if layer.group_channels % k == 0] if layer.kind not in LINEAR_KINDS else [1]
-    found = []
-    for option in sorted(PLAIN.options(layer, Selection("all", slices)), key=lambda o: o.slices):
-        params, macs = costs(layer, option)
-        limits = [int(params.searchsorted(layer.params)) - 1]
-        limits += [int(macs.searchsorted(layer.macs)) - 1] if macs is not None and layer.macs else []
-        most = max(limits)
-        if most >= 1:
-            found.append((option, _ranks(most)))
-    return found
-
-
-def _ranks(most: int) -> list[int]:
-    """From a large rank down to 1; round numbers, which hardware likes, where there is a choice."""
-    near = {round(most * share / 8) * 8 if most * share > 12 else round(most * share) for share in SHARES}
-    return sorted({1, *(r for r in near if 1 <= r <= most)}, reverse=True)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
