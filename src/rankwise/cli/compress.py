@@ -41,6 +41,7 @@ from rankwise.surgery import checkpoint
 from rankwise.surgery.coverage import EXCLUDED, OTHER_KIND
 from rankwise.surgery.forward import Example, run_example, side_of, tensors_of, undisturbed
 from rankwise.timing.clock import Timing, read_timing, time_networks
+from rankwise.timing.load import conditions
 from rankwise.training.evaluate import evaluate as score
 from rankwise.training.forecast import can_forecast, forecast
 from rankwise.training.limits import ROUNDS, Trial, check_limit, smallest
@@ -227,12 +228,17 @@ def _compressed(job: Compression, asked: Budget | None, limit: _Limit | None, wa
 
 
 def _timed(job: Compression, small: nn.Module) -> dict[str, float] | None:
-    """Seconds of both networks, measured in turns, and their ratio; None where no input is known."""
+    """Seconds of both networks, measured in turns, and their ratio; None where no input is known.
+
+    Where the machine was busy at that time, its load and cores and the spread of the runs stand beside them.
+    """
     if job.example is None:
         return None
     how = job.request.timing or Timing()
-    dense, now = (one.median for one in time_networks([job.model, small], job.example, how, *SECONDS))
-    return {"dense": dense, "small": now, "ratio": now / dense}
+    runs = time_networks([job.model, small], job.example, how, *SECONDS)
+    dense, now = (one.median for one in runs)
+    seen = conditions(runs)
+    return {"dense": dense, "small": now, "ratio": now / dense, **(seen.to_json() if seen.busy else {})}
 
 
 def check_strict(job: Compression) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table as Grid
 from rankwise.core.layer import Coverage
 from rankwise.planning.plan import Plan
 from rankwise.planning.table import Progress as Report
+from rankwise.planning.times import Conditions
 from rankwise.reports.curves import panels
 from rankwise.training.limits import Trial
 
@@ -147,12 +148,16 @@ def warnings(plan: Plan) -> list[str]:
 
 
 def measured_time(time: dict[str, float]) -> str:
-    """The compressed network against the dense one, and what to do if it is slower."""
+    """The compressed network against the dense one, and what to do if it is slower or the machine was busy."""
     said = (
         f"time: {1e3 * time['small']:.2f} ms, {time['ratio']:.2f} of the dense network's {1e3 * time['dense']:.2f} ms"
     )
     slower = "; it is slower: add --never-slower, or a budget in time (--budget latency=0.8)"
-    return said + (slower if time["ratio"] > 1 else "")
+    said += slower if time["ratio"] > 1 else ""
+    if not time.get("busy"):
+        return said
+    seen = Conditions(time.get("load"), int(time["cores"]), time["spread"])
+    return f"{said}; {seen.sentence}: time it again when it is quiet (rankwise bench)"
 
 
 def expectation(expected: dict[str, Any], split: str) -> str:

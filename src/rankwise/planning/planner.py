@@ -112,7 +112,8 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
     able = {m.layer.name for m in offered if m.offers}
     findings = {**_findings(solution), **_times(table, solution.points)}
     plan = _make_plan(table, solution.points, budget, settings, method, model, findings, able)
-    return plan.warned(*_given_up(table, faster, offered, solution.points))
+    said = table.times.warnings if table.times else []
+    return plan.warned(*_given_up(table, faster, offered, solution.points), *said)
 
 
 def _offers(table: Table, budget: Budget, settings: Settings, never_slower: bool) -> list[Menu]:

@@ -15,10 +15,12 @@ from torch import nn
 from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
+from rankwise.planning.times import Conditions
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_
 from rankwise.surgery.replace import copy_model, replace_layers_
 from rankwise.timing.clock import Timing, time_networks
+from rankwise.timing.load import conditions
 
 ROUNDS = 5
 AIM = 0.97  # of the budget: measured once more, a network is a little faster or slower
@@ -48,7 +50,7 @@ def settle(
             break
         dense, small = time_networks([model, shaped(model, plan, example, fuse)], example, timing, SECONDS)
         measured = small.median / dense.median
-        found.append((asked, measured, plan))
+        found.append((asked, measured, _remarked(plan, conditions([dense, small]))))
         if CLOSE[0] <= measured / budget.latency <= CLOSE[1] or (measured <= budget.latency and not plan.choices):
             break
         asked = min(1.0, asked * AIM * budget.latency / measured)
@@ -63,6 +65,12 @@ def settle(
         f"the network takes {measured:.3f} of the dense network's time, and {budget.latency:g} was asked for: nothing "
         f"faster was found; is the machine busy?"
     )
+
+
+def _remarked(plan: Plan, seen: Conditions) -> Plan:
+    """A plan whose network was timed on a busy machine says so."""
+    said = f"the planned network was timed while {seen.sentence}: plan again when it is quiet"
+    return plan.warned(said) if seen.busy else plan
 
 
 def shaped(model: nn.Module, plan: Plan, example: Any, fuse: bool) -> nn.Module:
