@@ -85,7 +85,7 @@ def _outers(decomposition: Decomposition, layer: Layer, family: Option) -> list[
     whole = decomposition.full_rank(layer, replace(family, outer=most))
     free = (o for o in range(1, most + 1) if decomposition.full_rank(layer, replace(family, outer=o)) == whole)
     least = next(free)
-    return sorted({least, *(outer for outer in _some(most, FEWER) if outer > least)}, reverse=True)
+    return sorted({least, *(outer for outer in _some(most, FEWER) if outer >= 2 * least)}, reverse=True)
 
 
 def _ranks(layer: Layer, option: Option) -> list[int]:
