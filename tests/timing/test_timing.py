@@ -16,9 +16,10 @@ from torch import nn
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.core.option import Option
-from rankwise.decompositions import costs
+from rankwise.decompositions import PLAIN, costs
 from rankwise.planning.times import MARGIN, NANO, Times, rising
 from rankwise.timing import cache, cost_model
+from rankwise.timing.candidates import kinds
 from rankwise.timing.clock import Measured, Timing, race, read_timing, split_seconds, time_networks
 from rankwise.timing.cost_model import measure_times
 from rankwise.timing.merge import merge_named, merge_slow
@@ -350,7 +351,8 @@ def test_times_of_an_old_format_are_measured_again(tmp_path: Path) -> None:
     file.write_text(json.dumps({"format": 2, "machine": cache.machine(), "cells": {key: OLD}}))
     again = measure_times(network(), EXAMPLE, QUICK, cache=tmp_path, seconds=0.5)
     assert set(again.layers) == set(first.layers) == {"0", "3", "6"}
-    assert {(name, kind) for name, kind, _ in again.others} == {("0", "core"), ("3", "core")}
+    others = set(kinds()) - {PLAIN.timed_as}
+    assert {(name, kind) for name, kind, _ in again.others} == {(name, kind) for name in "03" for kind in others}
     cells = json.loads(file.read_text())["cells"]
     assert list(cells) == [key]
     for bad in ({"forms": {"0": {"pair/f│chw/x/0": [[1, 0.2]]}}}, {"conditions": {"cores": 2}}, {"conditions": None}):

@@ -50,7 +50,7 @@ class CanonicalPolyadic(Decomposition):
 
     name = "cp"
     about = "canonical polyadic: 1×1, a depthwise layer along each kernel axis, 1×1; least total energy"
-    timed_as = None
+    timed_as: str | None = "cp"
     alone = Alone("energy", "sum")
 
     def option(self, layer: Layer) -> Option:
