@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rankwise as rw
-from rankwise.planning.knapsack import at_price
 from rankwise.planning.menu import menus
+from rankwise.planning.walks import at_price
 
 
 def network(seed: int = 0) -> nn.Module:
