@@ -236,7 +236,7 @@ def times_for(
     fuse: bool = False,
 ) -> Times | None:
     """Measured times where a budget in latency or never_slower needs them; None elsewhere."""
-    if isinstance(settings, Filters) or not (settings.never_slower or (budget is not None and budget.latency)):
+    if isinstance(settings, Filters) or not (settings.never_slower or (budget is not None and budget.timed)):
         return None
     return measure_times(model, example, timing, coverage, progress, fuse=fuse)
 
@@ -253,7 +253,7 @@ def kept_in_time(
 
 def folds_norms(fuse: bool | None, budget: Budget | None) -> bool:
     """Whether batch norms are folded at the end: for whoever asks for time, since it costs no accuracy."""
-    return budget is not None and budget.latency is not None if fuse is None else fuse
+    return budget is not None and budget.timed if fuse is None else fuse
 
 
 def finish(small: nn.Module, plan: Plan, example: Any, fuse: bool) -> tuple[nn.Module, Plan]:

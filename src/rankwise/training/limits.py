@@ -15,6 +15,7 @@ from torch import nn
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
+from rankwise.planning.units import UNITS
 
 STEP = 0.01  # sizes closer than this are not told apart
 ROUNDS = 7  # at most: 2⁻⁷ < STEP
@@ -48,8 +49,8 @@ def smallest(
 
     Gives the network, its plan, and all that was tried.
     """
-    if unit not in Budget.__dataclass_fields__:
-        raise RankwiseError(f"--unit {unit} was given: possible are {', '.join(Budget.__dataclass_fields__)}")
+    if unit not in UNITS:
+        raise RankwiseError(f"--unit {unit} was given: possible are {', '.join(UNITS)}")
     if not 0 <= limit < 100:
         raise RankwiseError(f"--max-drop {limit:g} was given: give points of accuracy, from 0 to below 100")
     best: tuple[nn.Module, Plan] | None = None
