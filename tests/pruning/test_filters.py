@@ -332,7 +332,7 @@ def test_data_that_cannot_be_used() -> None:
 def test_what_means_nothing_to_these_methods() -> None:
     model, x = make("flat")
     assert "error=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, error="max"))
-    assert "groups=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, groups=3))
+    assert "slices=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, groups=3))
     assert "unknown setting" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, colour=3))
     assert "unknown search" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, search="fair"))
     assert "score='norm'" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, search="minimax"))

@@ -156,7 +156,7 @@ def test_the_least_sum_of_errors_is_that_of_all_plans_that_fit(seed: int, share:
     for points in every:
         sums = (sums[:, None] + np.array(points)[None]).reshape(-1, 3)
     budget = rw.Budget(**dict.fromkeys(units, limit))
-    most = budget.limits(table.coverage, times.total)
+    most = budget.limits(table.coverage, times)
     beside = table.coverage.params - sum(la.params for la in table.coverage.layers)
     fits = sums[:, 0] + times.fixed <= most["latency"]
     if "params" in units:

@@ -15,6 +15,7 @@ from rich.table import Table as Grid
 from rankwise.core.layer import Coverage
 from rankwise.planning.plan import Plan
 from rankwise.planning.table import Progress as Report
+from rankwise.planning.units import UNITS
 from rankwise.reports.curves import panels
 from rankwise.training.limits import Trial
 
@@ -215,18 +216,13 @@ def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
     grid.add_column("")
     for name in ("before", "after", "keep", "removed"):
         grid.add_column(name, justify="right")
-    for unit, removed in (("params", "CR-P"), ("macs", "CR-F")):
-        before, after = getattr(plan.before, unit), getattr(plan.after, unit)
-        if before:
-            cut = f"{removed} {100 * (1 - after / before):.1f} %"
-            grid.add_row(unit, count(before), count(after), f"{after / before:.4f}", cut)
-    latency = plan.search.get("latency")
-    if isinstance(latency, dict) and {"before", "after"} <= set(latency):
-        before, after = latency["before"], latency["after"]
-        cut = f"{100 * (1 - after / before):.1f} %" if before else ""
-        grid.add_row(
-            "time (predicted)", f"{1e3 * before:.2f} ms", f"{1e3 * after:.2f} ms", f"{after / before:.4f}", cut
-        )
+    for unit in UNITS.values():
+        counts = plan.change(unit.name)
+        if counts is not None and counts[0]:
+            before, after = counts
+            cut = f"{unit.removed} {100 * (1 - after / before):.1f} %".lstrip()
+            shown = [unit.recorded(before), unit.recorded(after)]
+            grid.add_row(unit.title or unit.name, *shown, f"{after / before:.4f}", cut)
     if scores:
         before, after = scores["before"]["top1"], scores["after"]["top1"]
         grid.add_row("top-1", f"{before:.2f} %", f"{after:.2f} %", "", f"{after - before:+.2f}")

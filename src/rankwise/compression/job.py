@@ -101,7 +101,7 @@ class Compression:
         """What plans for such a budget are made from. Nothing is timed unless time was asked for."""
         settings = self.settings
         assert isinstance(settings, Settings), "methods that remove filters have no table"
-        timed = settings.never_slower or (budget is not None and budget.latency is not None)
+        timed = settings.never_slower or (budget is not None and budget.timed)
         fuse = timed and self.fuses(budget)
         if (timed, fuse) not in self._bases:
             times = None
@@ -156,7 +156,7 @@ class Compression:
             return self.request.fuse
         if self.request.plan is not None:
             return bool(self.request.plan.fused)
-        return budget is not None and budget.latency is not None
+        return budget is not None and budget.timed
 
     # ---- from a budget to a network
 
@@ -175,7 +175,7 @@ class Compression:
         if isinstance(self.settings, Filters):
             return self._filters(self.settings, budget)
         self.basis(budget)  # before the clock runs
-        if budget is None or budget.latency is None:
+        if budget is None or not budget.timed:
             return self._planned(budget)
         timing, fuse = self.request.timing or Timing(), self.fuses(budget)
         with self.ground.stage("timing the plan"):

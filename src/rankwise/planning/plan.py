@@ -16,6 +16,7 @@ from rankwise.decompositions import PLAIN, check_option, full_rank
 from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.times import LAYOUTS
+from rankwise.planning.units import UNITS
 
 FORMAT = 2  # 1 called slices groups
 LISTED = 5  # names in a sentence
@@ -155,17 +156,23 @@ class Plan:
 
     def keep(self, unit: str = "params") -> float:
         """What remains ÷ what was there: 1 − CR-P for params, 1 − CR-F for macs; for latency as it was predicted."""
-        if unit == "latency":
-            found = self.search.get("latency")
-            if not isinstance(found, dict) or not isinstance(found.get("keep"), int | float):
-                raise RankwiseError(
-                    "the plan does not know its latency: plan with a budget in latency, or never_slower"
-                )
-            return float(found["keep"])
-        before, after = getattr(self.before, unit), getattr(self.after, unit)
-        if before is None:
-            raise RankwiseError(f"the plan does not know its {unit}: plan with an example input")
+        counts = self.change(unit)
+        if counts is None:
+            advice = UNITS[unit].advice if unit in UNITS else ""
+            raise RankwiseError(f"the plan does not know its {unit}: {advice or f'plan with a budget in {unit}'}")
+        before, after = counts
         return float(after / before) if before else 1.0
+
+    def change(self, unit: str) -> tuple[float, float] | None:
+        """What there is of a unit before and after; None if the plan does not know. Time is in seconds."""
+        if unit in Cost.__dataclass_fields__:
+            before, after = getattr(self.before, unit), getattr(self.after, unit)
+        else:
+            record = self.search.get(unit)
+            before, after = (record.get("before"), record.get("after")) if isinstance(record, dict) else (None, None)
+        if not isinstance(before, int | float) or not isinstance(after, int | float):
+            return None
+        return before, after
 
     def to_json(self) -> dict[str, Any]:
         body = {k: v for k, v in asdict(self).items() if k != "budget"}
@@ -202,7 +209,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
     files.check_format(data, FORMAT, where)
     files.strict(data, ["format", *Plan.__dataclass_fields__], where)
     budget = files.field(data, "budget", dict, where)
-    files.strict(budget, Budget.__dataclass_fields__, f"the budget of {where}")
+    files.strict(budget, UNITS, f"the budget of {where}")
     layers = [_read_entry(e, where) for e in files.field(data, "layers", list, where)]
     names = [entry.name for entry in layers]
     twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from rankwise.core.layer import Layer, Skipped
@@ -23,6 +22,7 @@ from rankwise.planning.plan import Choice, Plan, listed
 from rankwise.planning.signal_rank import signal_points
 from rankwise.planning.table import Table
 from rankwise.planning.times import MARGIN, NANO
+from rankwise.planning.units import LATENCY, UNITS
 from rankwise.planning.walks import penalty, product
 
 SEARCHES = ("alternate", "minimax", "sum", "penalty", "product", "constant")
@@ -95,23 +95,23 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
             f"clustering={settings.clustering!r}, or ask for those it has"
         )
     settings = replace(settings, clustering=table.clustering)
-    coverage = table.coverage
-    whole = {"params": coverage.params, "macs": coverage.macs or 0, "latency": table.times.total if table.times else 0}
-    limits = budget.limits(coverage, table.times.total if table.times else None)
+    limits = budget.limits(table.coverage, table.times)
     offered = _offers(table, budget, settings, settings.never_slower)
-    fixed = [whole[u] - sum(m.dense.cost[i] for m in offered) for i, u in enumerate(budget.units)]
-    if table.times is not None and "latency" in budget.units:
-        fixed[budget.units.index("latency")] = table.times.fixed
-    room = [limits[u] - f for u, f in zip(budget.units, fixed, strict=True)]
+    fixed = [UNITS[name].fixed(table.coverage, table.times) for name in budget.units]
+    room = [limits[name] - f for name, f in zip(budget.units, fixed, strict=True)]
     solution = run_search(offered, room, settings)
     faster = offered
     if solution is None and settings.never_slower:
         offered = _freed(offered, _offers(table, budget, settings, False), room)
         solution = run_search(offered, room, settings)
     if solution is None:
-        raise _cannot_be_met(offered, budget, limits, fixed, whole)
+        raise _cannot_be_met(table, offered, limits, fixed)
     able = {m.layer.name for m in offered if m.offers}
-    findings = {**_findings(solution), **_times(table, solution.points)}
+    findings = {
+        **_findings(solution),
+        **_reached(table, budget, solution.points, fixed),
+        **_times(table, solution.points),
+    }
     plan = _make_plan(table, solution.points, budget, settings, method, model, findings, able)
     return plan.warned(*_given_up(table, faster, offered, solution.points))
 
@@ -156,6 +156,16 @@ def _given_up(table: Table, faster: list[Menu], offered: list[Menu], points: lis
     return [f"never_slower was given up where the budget cannot be met with faster pairs: in {listed(names)}"]
 
 
+def _reached(table: Table, budget: Budget, points: list[Point], fixed: Sequence[int]) -> dict[str, Any]:
+    """What the network has before and after in units of the budget that are no part of a `Cost`."""
+    found = {}
+    for i, name in enumerate(budget.units):
+        before = UNITS[name].total(table.coverage, table.times)
+        after = fixed[i] + sum(point.cost[i] for point in points)
+        found[name] = {"before": before, "after": after, "keep": after / before if before else 1.0}
+    return {name: counts for name, counts in found.items() if name not in Cost.__dataclass_fields__}
+
+
 def _times(table: Table, points: list[Point]) -> dict[str, Any]:
     """What the plan should take by the measured times: the network, each layer before and after, and slower ones."""
     times = table.times
@@ -173,7 +183,7 @@ def _times(table: Table, points: list[Point]) -> dict[str, Any]:
         return {}  # options that nobody measured, and nobody asked for time
     slower = [name for name, (dense, pair) in layers.items() if pair > dense]
     found = {"before": before, "after": after, "keep": after / before if before else 1.0, "layers": layers}
-    return {"latency": {**found, "slower": slower, "timing": dict(times.timing)}}
+    return {LATENCY.name: {**found, "slower": slower, "timing": dict(times.timing)}}
 
 
 def _make_plan(
@@ -270,20 +280,15 @@ def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str
     )
 
 
-def _cannot_be_met(
-    offered: list[Menu], budget: Budget, limits: dict[str, int], fixed: list[int], whole: dict[str, int]
-) -> BudgetError:
+def _cannot_be_met(table: Table, offered: list[Menu], limits: dict[str, int], fixed: list[int]) -> BudgetError:
     """Say what is asked and the least that is possible, for each unit on its own."""
     parts = []
-    for i, unit in enumerate(budget.units):
+    for i, (name, limit) in enumerate(limits.items()):
+        unit = UNITS[name]
         least = fixed[i] + sum(min([m.dense.cost[i], *(o.cost(1)[i] for o in m.offers)]) for m in offered)
-        # Rounded up: whoever asks for the share that is stated gets it.
-        share = math.ceil(10_000 * Fraction(least, whole[unit])) / 10_000 if whole[unit] else 1.0
-        asked, possible = f"{limits[unit]:,} {unit} are", f"{least:,}"
-        if unit == "latency":
-            share = budget.keep_for(least, whole[unit])
-            asked, possible = f"{limits[unit] / 1e6:.3f} ms are", f"{least / 1e6:.3f} ms"
-        parts.append(f"at most {asked} asked for and the least possible is {possible} (keep {share:.4f})")
+        keep = unit.keep_for(least, unit.total(table.coverage, table.times))  # whoever asks for it gets it
+        asked, possible = unit.amount(limit), unit.show(least)
+        parts.append(f"at most {asked} are asked for and the least possible is {possible} (keep {keep:.4f})")
     together = "" if len(parts) == 1 else ", each on its own"
     return BudgetError(
         f"the budget cannot be met: {'; '.join(parts)}{together}; raise the budget, or allow more options "

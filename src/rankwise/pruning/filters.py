@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from rankwise.core.layer import Coverage, Skipped, canonical
 from rankwise.core.linalg import check_finite, precise
+from rankwise.core.option import Cost
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan, Pruned, listed
+from rankwise.planning.units import UNITS
 from rankwise.pruning.channels import UNSEEN, Channels, Group, cost, entries, find_channels, readers
 from rankwise.pruning.sensitivity import sensitivities
 from rankwise.pruning.trials import random_copy, why_not
@@ -75,6 +77,12 @@ def plan_filters(
             f"pass data= (on the command line: --data)"
         )
     limits = budget.limits(coverage)
+    counted = tuple(Cost.__dataclass_fields__)
+    for unit in set(budget.units) - set(counted):
+        raise RankwiseError(
+            f"the budget is in {unit}, and methods that remove filters count {', '.join(counted)}: "
+            f"give it in one of these, or use a method that decomposes layers"
+        )
     probe = random_copy(model)
     channels = find_channels(model, example, coverage, probe)
     groups, scores, unseen = _scored(model, data, channels, settings)
@@ -257,9 +265,9 @@ def _cannot_be_met(channels: Channels, groups: Sequence[Group], limits: dict[str
     parts = []
     for unit, limit in limits.items():
         count, whole = getattr(least, unit), getattr(channels.whole, unit)
-        # Rounded up: whoever asks for the share that is stated gets it.
-        share = math.ceil(10_000 * Fraction(count, whole)) / 10_000 if whole else 1.0
-        parts.append(f"at most {limit:,} {unit} are asked for and the least possible is {count:,} (keep {share:.4f})")
+        asked, keep = UNITS[unit].amount(limit), UNITS[unit].keep_for(count, whole)  # whoever asks for it gets it
+        possible = UNITS[unit].show(count)
+        parts.append(f"at most {asked} are asked for and the least possible is {possible} (keep {keep:.4f})")
     return BudgetError(
         f"the budget cannot be met: {'; '.join(parts)}; one channel of each group must stay, and what cannot be "
         f"pruned too: raise the budget, or exclude fewer layers"

@@ -12,7 +12,7 @@ from rankwise.core import files
 from rankwise.errors import RankwiseError
 from rankwise.methods import settings_for
 from rankwise.models.spec import parse
-from rankwise.planning.budget import Budget
+from rankwise.planning.units import PARAMS, UNITS
 from rankwise.studies.study import MODES, Entry, Network, Study
 from rankwise.training.recipes import change, get_recipe
 
@@ -49,10 +49,10 @@ def make_study(data: dict[str, Any], name: str, where: str) -> Study:
     mode = data.get("mode", "oneshot")
     if mode not in MODES:
         raise RankwiseError(f"{where} has the mode {mode!r}: possible are {', '.join(MODES)}")
-    unit = data.get("unit", "params")
-    units = tuple(Budget.__dataclass_fields__)
-    if unit not in units or (mode == "iterate" and unit != "params"):
-        known = "params" if mode == "iterate" else ", ".join(units)
+    unit = data.get("unit", PARAMS.name)
+    units = [PARAMS.name] if mode == "iterate" else list(UNITS)
+    if unit not in units:
+        known = ", ".join(units)
         raise RankwiseError(f"{where} has the unit {unit!r}: possible for {mode} are {known}")
     keeps = _keeps(data["keeps"], where) if "keeps" in data else None
     networks = files.field(data, "network", list, where)

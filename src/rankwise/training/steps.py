@@ -240,7 +240,7 @@ def _retrain(
         checkpoint.save(small, plan, run.out)
     facts = {
         "method": plan.method,
-        "asked": plan.budget.params or plan.budget.macs or plan.budget.latency,
+        "asked": next(iter(plan.budget.to_json().values())),
         "budget": plan.budget.to_json(),
         **_cuts(plan, plan.before.params, plan.before.macs),
         "params": plan.after.params,
