@@ -53,7 +53,7 @@ def main() -> None:
             if kept is not None:
                 rw.save(small, plan, kept)
             told = f"{unit} −{removed} % | " + " | ".join(f"{100 * (1 - plan.keep(u)):.1f}" for u in ("params", "macs"))
-            effect = plan.search["objective"]
+            effect = plan.search.objective
             say(f"| {mode} | {told} | {evaluate(small, test).top1 - base:+.2f} | {effect:.4f} | {seconds} |")
             if args.recover:
                 start = time.perf_counter()

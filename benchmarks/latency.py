@@ -183,10 +183,10 @@ def _tables(bench: Bench) -> list[str]:
         text = f"{plan.budget}{', never slower' if not fuse else ', folded'}"
         say(
             f"| {text} | {plan.keep():.3f} | {plan.keep('macs'):.3f} | {len(plan.choices)} "
-            f"| {len(plan.search['latency']['slower'])} | {plan.keep('latency'):.3f} | {measured:.3f} "
+            f"| {len(plan.search.latency.slower)} | {plan.keep('latency'):.3f} | {measured:.3f} "
             f"| {100 * (plan.keep('latency') / measured - 1):+.0f} % |"
         )
-        for ask, told, took in plan.search["latency"].get("rounds", ()):
+        for ask, told, took in plan.search.latency.rounds or ():
             say(f"| … asked for {ask:.3f} | | | | | {told:.3f} | {took:.3f} | {100 * (told / took - 1):+.0f} % |")
         if {u: v for u, v in budget.items() if u != "never_slower"} == bench.about.budget:
             row.append(

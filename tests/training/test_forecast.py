@@ -99,10 +99,9 @@ def test_synthetic_inputs_are_put_on_the_scale_of_real_ones() -> None:
     test = images.load("digits", "test")
     job = Compression(model, EXAMPLE)
     plan = job.plan(Budget(params=0.4))
-    assert plan.search["inputs"] == "synthetic"
-    known = replace(
-        plan, search={**plan.search, "variance": 4 * plan.search["variance"], "objective": plan.search["objective"] / 4}
-    )
+    assert plan.search.inputs == "synthetic"
+    other = replace(plan.search, variance=4 * plan.search.variance, objective=plan.search.objective / 4)
+    known = replace(plan, search=other)
     assert expect(job, plan) == expect(job, known)
     small, _ = job.build(plan)
     expected = expect(job, plan)

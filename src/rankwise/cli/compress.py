@@ -251,9 +251,10 @@ def check_strict(job: Compression) -> None:
 
 def check_pruned(plan: Plan) -> None:
     """--strict for methods that remove filters: every filter must be free to go, but for the network's output."""
-    held = [g for g in plan.search.get("whole", ()) if g["reason"] != OUTPUT and not g["reason"].endswith(EXCLUDED)]
+    whole = plan.search.whole or ()
+    held = [group for group in whole if group.reason != OUTPUT and not group.reason.endswith(EXCLUDED)]
     if held:
-        first = "; ".join(f"{g['layers'][0]}: {g['reason']}" for g in held[:3])
+        first = "; ".join(f"{group.layers[0]}: {group.reason}" for group in held[:3])
         raise RankwiseError(
             f"--strict was given and the filters of {len(held)} groups of layers cannot be removed ({first}): exclude "
             f"them by name, or leave --strict out"
@@ -328,7 +329,7 @@ def _print(done: _Done, split: str) -> None:
         terminal.print("left whole: " + "; ".join(whole))
     for note in show.remarks(plan):
         terminal.print(note)
-    for warning in show.warnings(plan):
+    for warning in plan.warnings:
         terminal.print(f"warning: {warning}")
     terminal.print(show.before_after_grid(plan, done.scores))
     if done.time is not None:

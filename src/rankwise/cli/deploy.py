@@ -165,9 +165,8 @@ def _need_folder(folder: Path) -> None:
 
 def _planned_layout(folder: Path) -> str:
     """The memory layout that the plan's budget in time was measured in; what torch does by itself if there is none."""
-    latency = read_plan(folder).search.get("latency")
-    timing = latency.get("timing") if isinstance(latency, dict) else None
-    layout = timing.get("layout") if isinstance(timing, dict) else None
+    latency = read_plan(folder).search.latency
+    layout = None if latency is None else latency.timing.get("layout")
     return layout if layout in LAYOUTS else LAYOUTS[0]
 
 

@@ -80,7 +80,7 @@ class Basis:
         if inputs is None:
             return plan.warned(*_unreached(self.unseen, "calibration data"))
         variance = next((one.variance for one in self.seen.influence.values()), 0.0)
-        plan = replace(plan, search={**plan.search, "inputs": inputs.kind, "variance": variance})
+        plan = replace(plan, search=replace(plan.search, inputs=inputs.kind, variance=variance))
         return plan.warned(*self._by_their_weights(plan, inputs))
 
     @property

@@ -15,6 +15,7 @@ from rankwise.core.option import Cost, Option
 from rankwise.decompositions import PLAIN, check_option, full_rank
 from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
+from rankwise.planning.findings import Findings, read_findings
 from rankwise.planning.times import LAYOUTS
 
 FORMAT = 2  # 1 called slices groups
@@ -126,7 +127,7 @@ class Plan:
     after: Cost
     layers: tuple[Choice | Pruned | Skipped, ...]
     settings: dict[str, Any] = field(default_factory=dict)
-    search: dict[str, Any] = field(default_factory=dict)
+    search: Findings = field(default_factory=Findings)
     fused: dict[str, str] = field(default_factory=dict)
     layout: str | None = None
     warnings: tuple[str, ...] = ()
@@ -146,8 +147,7 @@ class Plan:
     @property
     def inputs(self) -> str | None:
         """What the plan was measured on: calibration, synthetic or noise; None for weights alone."""
-        found = self.search.get("inputs")
-        return "synthetic" if found == "imagined" else found if isinstance(found, str) else None  # as it was called
+        return self.search.inputs
 
     def warned(self, *more: str) -> Plan:
         """The plan with more warnings, each of them once."""
@@ -156,19 +156,18 @@ class Plan:
     def keep(self, unit: str = "params") -> float:
         """What remains ÷ what was there: 1 − CR-P for params, 1 − CR-F for macs; for latency as it was predicted."""
         if unit == "latency":
-            found = self.search.get("latency")
-            if not isinstance(found, dict) or not isinstance(found.get("keep"), int | float):
+            if self.search.latency is None:
                 raise RankwiseError(
                     "the plan does not know its latency: plan with a budget in latency, or never_slower"
                 )
-            return float(found["keep"])
+            return float(self.search.latency.keep)
         before, after = getattr(self.before, unit), getattr(self.after, unit)
         if before is None:
             raise RankwiseError(f"the plan does not know its {unit}: plan with an example input")
         return float(after / before) if before else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        body = {k: v for k, v in asdict(self).items() if k != "budget"}
+        body = {k: v for k, v in asdict(self).items() if k != "budget"} | {"search": self.search.to_json()}
         for entry in body["layers"]:
             for key in ("outer", "clusters"):  # only where there are any: most plans have none
                 if not entry.get(key, True):
@@ -208,7 +207,9 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
     twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise RankwiseError(f"{where} names layer {twice[0]!r} more than once")
-    return Plan(
+    search = dict(files.typed(data.get("search", {}), dict, f"'search' of {where}"))
+    old = [files.typed(search.pop("warning"), str, f"'warning' of {where}")] if "warning" in search else []
+    plan = Plan(
         model=files.field(data, "model", str, where),
         method=files.field(data, "method", str, where),
         budget=Budget(**budget),
@@ -216,7 +217,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
         after=_read_cost(data, "after", where),
         layers=tuple(layers),
         settings=files.typed(data.get("settings", {}), dict, f"'settings' of {where}"),
-        search=files.typed(data.get("search", {}), dict, f"'search' of {where}"),
+        search=read_findings(search, f"'search' of {where}"),
         fused={
             norm: files.typed(layer, str, f"{norm!r} in 'fused' of {where}")
             for norm, layer in files.typed(data.get("fused", {}), dict, f"'fused' of {where}").items()
@@ -227,6 +228,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
             for text in files.typed(data.get("warnings", []), list, f"'warnings' of {where}")
         ),
     )
+    return plan.warned(*old)  # there was one at most, and it stood beside what the search found
 
 
 def _read_layout(data: dict[str, Any], where: str) -> str | None:

@@ -60,7 +60,8 @@ class Forecast:
 
 
 def can_forecast(plan: Plan, seen: Seen) -> bool:
-    return plan.settings.get("error") == "effect" and seen.inputs is not None
+    known = None not in (plan.search.objective, plan.search.variance)
+    return plan.settings.get("error") == "effect" and seen.inputs is not None and known
 
 
 def forecast(model: nn.Module, plan: Plan, seen: Seen, split: Split, most: int = 2_000, seed: int = 0) -> Forecast:
@@ -75,7 +76,7 @@ def forecast(model: nn.Module, plan: Plan, seen: Seen, split: Split, most: int =
     random = torch.Generator().manual_seed(seed)
     before, labels, variance = _answers(model, split, torch.Generator().manual_seed(seed))
     after, _, _ = _answers(trial, split, torch.Generator().manual_seed(seed))
-    power = float(plan.search["objective"]) * float(plan.search["variance"]) / variance
+    power = (plan.search.objective or 0.0) * (plan.search.variance or 0.0) / variance
     size = math.sqrt(max(0.0, power * float(before.var(dim=0, unbiased=False).sum())) / before.shape[1])
     chances = (before / temperature(before, labels)).softmax(1)
     noisy = [before + size * torch.randn(before.shape, generator=random) for _ in range(DRAWS)]
