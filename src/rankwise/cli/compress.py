@@ -12,7 +12,7 @@ from torch import nn
 
 from rankwise.calibration.distill import read_effort
 from rankwise.cli import show
-from rankwise.cli.flags import open_model, read_budget, read_folds, read_groups, read_multiple
+from rankwise.cli.flags import open_model, read_budget, read_folds, read_multiple, read_slices
 from rankwise.cli.options import (
     DataOpt,
     ExcludeOpt,
@@ -82,8 +82,11 @@ def compress(
     search: Annotated[
         str | None, typer.Option("--search", help="alternate, minimax, sum, penalty, product, constant or sampling.")
     ] = None,
-    groups: Annotated[
-        str | None, typer.Option("--groups", metavar="K", help="all, any, a number or a list such as 1,2,4.")
+    slices: Annotated[
+        str | None,
+        typer.Option(
+            "--slices", "--groups", metavar="K", help="Slices of a layer: all, any, a number or a list such as 1,2,4."
+        ),
     ] = None,
     folds: Annotated[
         str | None, typer.Option("--folds", metavar="F", help="all, or a list of schemes such as 0,3.")
@@ -128,7 +131,7 @@ def compress(
         "error": error,
         "search": search,
         "seed": seed,
-        "groups": read_groups(groups),
+        "slices": read_slices(slices),
         "folds": read_folds(folds),
         "decompositions": decompositions.split(",") if decompositions else None,
         "clustering": clustering,
