@@ -10,8 +10,8 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.decompositions import Selection
-from rankwise.planning.knapsack import at_price
 from rankwise.planning.menu import menus
+from rankwise.planning.walks import at_price
 
 
 def network(seed: int = 0) -> nn.Module:

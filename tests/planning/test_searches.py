@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.core.measures import MEASURES, Curve
 from rankwise.core.option import Option
-from rankwise.planning import knapsack
+from rankwise.planning import hull, knapsack, walks
 from rankwise.planning import table as table_module
 from rankwise.planning.menu import Menu, Offer, Point
 from rankwise.planning.minimax import Solution
@@ -397,6 +397,19 @@ def test_the_gap_is_honest_when_states_are_dropped(states: int, units: int, data
         check_sum(knapsack.least_sum(offered, room), offered, room, best)
 
 
+@pytest.mark.parametrize("work", [1, 100])
+@pytest.mark.parametrize("units", [1, 2, 3])
+@MANY
+@given(data=st.data())
+def test_the_gap_is_honest_when_work_is_left_undone(work: int, units: int, data: st.DataObject) -> None:
+    offered = data.draw(menus(units, distinct=True))
+    room = data.draw(rooms(offered))
+    best = brute_force([points_of(m) for m in offered], room, np.add)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knapsack, "WORK", ((work, 1),))
+        check_sum(knapsack.least_sum(offered, room), offered, room, best)
+
+
 def test_what_fits_two_budgets_is_found_even_where_no_mixture_of_them_leads_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -435,9 +448,150 @@ def test_only_what_nothing_undercuts_stays(data: st.DataObject) -> None:
     units = data.draw(st.integers(1, 2))
     small = st.integers(0, 4)
     rows = data.draw(st.lists(st.tuples(*[small] * (units + 1)), min_size=1, max_size=12))
-    kept = knapsack._undominated(np.array([r[:-1] for r in rows], dtype=float), np.array([float(r[-1]) for r in rows]))
+    kept = hull.undominated(np.array([r[:-1] for r in rows], dtype=float), np.array([float(r[-1]) for r in rows]))
     expected = {r for r in rows if not any(s != r and all(a <= b for a, b in zip(s, r, strict=True)) for s in rows)}
     assert sorted(rows[i] for i in kept) == sorted(expected)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data(), st.booleans())
+def test_the_lower_hull_is_that_of_the_monotone_chain(data: st.DataObject, swept: bool) -> None:
+    """Coarse numbers, so that many points lie on one line; no sweeps at all must give the same."""
+    grid = st.tuples(st.integers(0, 40), st.integers(0, 40))
+    rows = data.draw(st.lists(grid, min_size=1, max_size=40))
+    cost, error = (np.array([r[i] / 8 for r in rows]) for i in (0, 1))
+    expected: list[int] = []
+    for i in np.lexsort((error, cost)):
+        if expected and error[i] >= error[expected[-1]]:
+            continue
+        while len(expected) > 1:
+            a, b = expected[-2:]
+            if (error[b] - error[a]) * (cost[i] - cost[a]) < (error[i] - error[a]) * (cost[b] - cost[a]):
+                break
+            expected.pop()
+        expected.append(int(i))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hull, "SWEEPS", 8 if swept else 0)
+        assert hull.lower_hull(cost, error).tolist() == expected
+
+
+def many_layers(layers: int, ranks: int, seed: int, coarse: int = 1) -> list[Menu]:
+    """Falling spectra with noise, some options for each layer, costs in multiples of different units.
+
+    `coarse` makes costs so small that a table of all sums can be made.
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(layers):
+        filters, channels = (int(n) for n in rng.integers(ranks, 3 * ranks, 2))
+        weight, decay = 10 ** rng.uniform(-3, 0), rng.uniform(0.2, 1.2)
+        dense, offers = max(2, filters * channels // coarse), []
+        for k in range(3):
+            spectrum = np.sort(np.arange(1, ranks // 2**k + 1) ** -decay * rng.lognormal(0, 0.3, ranks // 2**k))[::-1]
+            tail = np.append(np.cumsum(spectrum[::-1] ** 2)[::-1], 0.0)
+            unit = max(1, (channels + filters * 2**k) // coarse)
+            most = min(len(spectrum), (dense - 1) // unit)
+            if most >= 1:
+                offers.append(offer(k, (unit,), weight * tail / tail[0], most))
+        found.append(Menu(rw.Layer(str(i), "Linear", 1, 1), tuple(offers), Point((dense,), 0.0, None, 0)))
+    return found
+
+
+def least_by_size(offered: list[Menu], room: int) -> float:
+    """The least sum of errors within the room, by dynamic programming over every size there is."""
+    best = np.zeros(room + 1)
+    for menu in offered:
+        each = np.full(room + 1, np.inf)
+        for (cost,), error in points_of(menu):
+            if cost <= room:
+                each[cost:] = np.minimum(each[cost:], best[: room + 1 - cost] + error)
+        best = each
+    return float(best[room])
+
+
+@pytest.mark.parametrize("work", [knapsack.WORK, ((3000, 8), (3000, 64))])
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 10**6), keep=st.floats(0.2, 0.9))
+def test_sum_of_many_layers_is_that_of_a_table_of_all_sizes(work: Any, seed: int, keep: float) -> None:
+    offered = many_layers(30, 24, seed, coarse=10)
+    room = int(keep * sum(m.dense.cost[0] for m in offered))
+    best = least_by_size(offered, room)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knapsack, "WORK", work)
+        found = knapsack.least_sum(offered, [room])
+    check_sum(found, offered, [room], best)
+    assert found is not None
+    assert found.gap is not None
+    if work is knapsack.WORK:
+        assert found.gap == 0
+        assert found.objective == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.5, 0.7])
+def test_sum_of_a_large_network_has_a_tiny_gap_and_bounded_work(keep: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """224 layers with 2,000 ranks. The bound is at least that of one multiplier, which is computed another way."""
+    made = []
+    original = knapsack._grow
+    monkeypatch.setattr(knapsack, "_grow", lambda *a: (made.append(len(a[2].errors) * len(a[3])), original(*a))[1])
+    offered = many_layers(224, 2000, seed=0)
+    room = int(keep * sum(m.dense.cost[0] for m in offered))
+    found = knapsack.least_sum(offered, [room])
+    assert found is not None
+    assert found.gap is not None
+    assert sum(p.cost[0] for p in found.points) <= room
+    assert found.gap < 1e-6
+    assert sum(made) < 1.2 * sum(work for work, _ in knapsack.WORK)
+    for price in np.geomspace(1e-14, 1e-6, 40):
+        fronts = [(m.front.costs[:, 0], m.front.error) for m in offered]
+        dual = sum(float((error + price * cost).min()) for cost, error in fronts) - price * room
+        assert dual <= found.objective * (1 - found.gap) + 1e-9
+
+
+# ---- product ---------------------------------------------------------------------------------------------
+
+
+def slow_product(offered: list[Menu], room: list[int]) -> list[Point] | None:
+    """Step by step, looking at every layer each time: the smallest ΔE / (E · Δcost), of equals the first layer's."""
+    space = np.array(room, dtype=np.float64)
+    fronts = [[m.front_point(i) for i in range(len(m.front.error))] for m in offered]
+    share = [np.array([p.cost for p in f], dtype=np.float64) @ (1 / np.maximum(space, 1)) for f in fronts]
+    order = [np.argsort(-s, kind="stable") for s in share]
+    place = [0] * len(fronts)
+    while True:
+        points = [f[o[at]] for f, o, at in zip(fronts, order, place, strict=True)]
+        if all(sum(p.cost[u] for p in points) <= most for u, most in enumerate(room)):
+            return points
+        best: tuple[float, int] | None = None
+        for i, (front, steps) in enumerate(zip(fronts, order, strict=True)):
+            if place[i] + 1 < len(steps):
+                here, there = steps[place[i]], steps[place[i] + 1]
+                kept = max(1 - front[here].error, 1e-300)
+                loss = (front[there].error - front[here].error) / kept
+                loss /= max(share[i][here] - share[i][there], 1e-300)
+                best = min(best or (math.inf, i), (float(loss), i))
+        if best is None:
+            return None
+        place[best[1]] += 1
+
+
+@pytest.mark.parametrize("units", [1, 2, 3])
+@MANY
+@given(data=st.data())
+def test_product_takes_the_steps_of_the_slow_greedy(units: int, data: st.DataObject) -> None:
+    offered = data.draw(menus(units, distinct=data.draw(st.booleans())))
+    room = data.draw(rooms(offered))
+    found, expected = walks.product(offered, room), slow_product(offered, room)
+    assert (None if found is None else found.points) == expected
+
+
+def test_product_takes_the_steps_of_the_slow_greedy_on_larger_problems() -> None:
+    for seed in range(5):
+        offered = many_layers(12, 30, seed)
+        for keep in (0.2, 0.5, 0.8):
+            room = [int(keep * sum(m.dense.cost[0] for m in offered))]
+            found = walks.product(offered, room)
+            assert found is not None
+            assert found.points == slow_product(offered, room)
 
 
 # ---- constant and equal energy ---------------------------------------------------------------------------

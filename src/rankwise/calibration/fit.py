@@ -34,8 +34,9 @@ from rankwise.decompositions.whitened import root_of, share_for, shrunk
 from rankwise.planning.plan import Choice, Plan
 from rankwise.surgery.forward import run_example, run_until, undisturbed
 from rankwise.surgery.hooks import Seen, watching
-from rankwise.surgery.pairs import merge_pair, put_factors_
-from rankwise.surgery.replace import copy_model, match_layers, replace_layers_
+from rankwise.surgery.modules import mark_of
+from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair, put_factors_
+from rankwise.surgery.replace import copy_model, match_layers, replace_layers_, swap_modules_, target_of
 
 WORK = 4 * 10**12  # multiply-adds to spend on running both networks; one pass at least
 Task = tuple[Choice, Layer]
@@ -60,7 +61,7 @@ def apply_fitted(
     layers = match_layers(model, plan)
     tasks = [(choice, layer) for choice, layer in layers if choice.name in later]
     small = copy_model(model)
-    replace_layers_(small, plan, fill=True, moments=moments, later=later, layers=layers)
+    replace_layers_(small, plan, fill=True, moments=moments, later=later, layers=layers)  # the others stay for now
     passes = _passes(model, tasks, data, work)
     if len(passes) < len(tasks):  # until they are fitted in order, what the original network gives them will do
         for choice, layer in tasks:
@@ -78,6 +79,12 @@ def apply_fitted(
             centred = one is not None and one.centred
             target = sums.pop(layer.name).target(*_weights(model, layer), layer, least, centred)
             _fit_(small, model, choice, layer, target, one)
+    for choice, layer in tasks:  # what no input reached comes from its weights
+        old = small.get_submodule(layer.name)
+        if mark_of(old) is None:
+            pair = build_pair(layer, choice.option, choice.rank, old)
+            fill_pair_(pair, target_of(old, layer), choice.option, choice.rank)
+            swap_modules_(small, {old: pair})
     return small
 
 
@@ -97,16 +104,22 @@ class _Target:
 def _fit_(
     small: nn.Module, model: nn.Module, choice: Choice, layer: Layer, target: _Target, influence: Influence | None
 ) -> None:
+    """Put the pair in place, fitted; until then the original layer stands there."""
     metric = None if influence is None else root_of(influence.metric)
-    pair: Any = small.get_submodule(layer.name)
+    old = small.get_submodule(layer.name)
+    pair: Any = old if mark_of(old) is not None else build_pair(layer, choice.option, choice.rank, old)
     wanted = Target(layer, target.weight, moment=target.moment, metric=metric)
     put_factors_(pair, of(choice.option).factors(wanted, choice.option, choice.rank), layer)
+    if pair is not old:
+        if layer.bias:
+            pair[-1].bias.data.copy_(old.bias)
+        swap_modules_(small, {old: pair})
     if influence is not None and target.inputs is not None and target.outputs is not None:
         merged: Any = merge_pair(pair)
         gap = target.outputs - _through(merged.weight, layer, target.inputs)
         with torch.no_grad():
             if layer.bias:
-                pair.decoder.bias.copy_(gap)
+                pair[-1].bias.copy_(gap)
             else:
                 mean: Any = model.get_submodule(influence.norm).running_mean
                 small.get_submodule(influence.norm).running_mean.copy_(mean - gap.to(mean))  # type: ignore[operator]

@@ -48,6 +48,7 @@ _FILES = (
     "tucker",
     "whitened",
     "whitened_tucker",
+    "cp",
 )
 
 

@@ -4,7 +4,9 @@
    lower bound; at most one layer is fractional in it, so rounding down is nearly optimal already.
 2. Greedy filling of what is left gives an incumbent.
 3. Points whose reduced cost alone exceeds the gap between the two cannot be part of anything better.
-4. Dynamic programming over what remains, partial sums kept as a Pareto front, closes the gap.
+4. Dynamic programming over what remains closes the gap: partial sums as a Pareto front, each with the relaxation of
+   the layers to come as its bound. Layers with long steps come first, because relaxations are off by one step; the
+   most promising sum, completed as in 1 and 2, is a new incumbent.
 
 With several budgets steps 1 and 2 see one mixed cost, Σ weight · cost / budget; the bound is a bound for
 every weight, and the best one is used. Step 4 sees all costs.
@@ -13,44 +15,24 @@ every weight, and the best one is used. Step 4 sees all costs.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from itertools import product as product_of
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankwise.core.linalg import Array
-from rankwise.planning.menu import Menu, Point
+from rankwise.planning.fronts import Fronts, Steps, all_steps, mixtures, steps_along
+from rankwise.planning.hull import Ints, undominated
+from rankwise.planning.menu import Menu
 from rankwise.planning.minimax import Solution, combine
-
-Ints = NDArray[np.int64]
 
 # Partial sums kept for each layer. Beyond this the most promising stay and the gap is no longer zero.
 STATES = 20_000
 SEVERAL = 2_000  # the same for three budgets, where finding out which are worth keeping takes longer
-
-
-def _weights(units: int) -> list[list[float]]:
-    """Ways to mix so many costs, each summing to 1: sixteenths for two, quarters for three."""
-    parts = {1: 1, 2: 16}.get(units, 4)
-    every = [w for w in product_of(range(parts + 1), repeat=units - 1) if sum(w) <= parts]
-    return [[*(i / parts for i in w), (parts - sum(w)) / parts] for w in every]
-
-
-class Front:
-    """The points of one layer that no other one undercuts: costs (n, units) and errors (n,)."""
-
-    def __init__(self, menu: Menu) -> None:
-        if len(menu.dense.cost) == 1:
-            self.points = [menu.front_point(i) for i in range(len(menu.front[0]))]
-        else:
-            offered = [o.point(rank) for o in menu.offers for rank in range(1, o.most + 1)]
-            self.points = _undercut([menu.dense, *offered])
-        self.costs = np.array([p.cost for p in self.points], dtype=np.float64)
-        self.error = np.array([p.error for p in self.points])
+# Passes: partial sums to make in each, and one layer gets at most such a part (an eighth, …) of those left, at least an
+# equal share. Few layers with many sums find what is hard, many layers with few sums finish it; each pass profits from
+# the incumbent before it. Counted, not timed, so that the same request gives the same plan on every machine.
+WORK = ((250_000, 8), (1_000_000, 64), (2_000_000, 8))
 
 
 @dataclass(frozen=True)
@@ -60,250 +42,233 @@ class Relaxation:
     mix: Array
     bound: float
     slope: float
-    picks: list[int]
+    picks: Ints
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The best picks so far (none: nothing is known to fit), their value, and what nobody can go below."""
+
+    picks: Ints | None
+    value: float
+    bound: float
 
 
 def least_sum(menus: list[Menu], room: Sequence[int]) -> Solution | None:
     """The choice of points with the least sum of errors within the room; None if nothing fits."""
-    fronts = [Front(menu) for menu in menus]
+    fronts = Fronts(menus, len(room))
     space = np.array(room, dtype=np.float64)
-    tries = [_relax(fronts, np.array(w) / np.maximum(space, 1), space) for w in _weights(len(room))]
+    tries = [_relax(fronts, np.array(w) / np.maximum(space, 1), space) for w in mixtures(len(room))]
     if any(t is None for t in tries):
         return None  # some mixed cost, and so at least one of the budgets, cannot be met
     relaxed = [t for t in tries if t is not None]
-    found = [picks for t in relaxed if (picks := _greedy(fronts, t.picks, space)) is not None]
-    if not found and (cheapest := combine([m.at(math.inf) for m in menus], room)) is not None:
-        # Every mixed cost leans too far to one side: start from what fits both.
-        start = [int(np.flatnonzero((f.costs <= p.cost).all(axis=1))[0]) for f, p in zip(fronts, cheapest, strict=True)]
-        found = [picks for picks in [_greedy(fronts, start, space)] if picks is not None]
-    best = min(found, key=lambda picks: _value(fronts, picks), default=None)
+    every = np.arange(len(fronts.error))
+    found = [picks for t in relaxed if (picks := _greedy(fronts, t.picks, space, every)) is not None]
+    if not found and (fitting := _fitting(fronts, room)) is not None:
+        # Every mixed cost leans too far to one side: start from what fits all.
+        found = [picks for picks in [_greedy(fronts, fitting, space, every)] if picks is not None]
     tightest = max(relaxed, key=lambda t: t.bound)
-    value = np.inf if best is None else _value(fronts, best)
-    exact = value <= tightest.bound
-    if not exact:
-        best, exact = _improve(fronts, best, value, tightest, space)
-        if best is None:
-            return None
-        value = _value(fronts, best)
-    points = [f.points[i] for f, i in zip(fronts, best or [], strict=True)]
-    return Solution(points, value, value if exact else min(value, tightest.bound))
+    picks = min(found, key=fronts.value, default=None)
+    best = Incumbent(picks, math.inf if picks is None else fronts.value(picks), tightest.bound)
+    for work, part in WORK:
+        if best.value > best.bound:
+            best = _improve(fronts, best, tightest, space, work, part)
+    if best.picks is None:
+        return None
+    return Solution(fronts.points(best.picks), best.value, min(best.value, best.bound))
 
 
-def penalty(menus: list[Menu], room: Sequence[int]) -> Solution | None:
-    """Each layer minimises error + λ · cost on its own; the smallest λ whose choices stay within the room.
-
-    Nothing is filled up afterwards. With several budgets the cost is a mixed one, with the weight that ends best.
-    """
-    fronts = [Front(menu) for menu in menus]
-    space = np.array(room, dtype=np.float64)
-    best: Solution | None = None
-    for weight in _weights(len(room)):
-        # In the budget's own unit where there is one, so that λ is the error that one param or mac is worth.
-        mix = np.array(weight) / (1.0 if len(room) == 1 else np.maximum(space, 1))
-        picks, price = _descend(fronts, mix, space)
-        value = _value(fronts, picks)
-        if (_spent(fronts, picks) <= space).all() and (best is None or value < best.objective):
-            points = [f.points[i] for f, i in zip(fronts, picks, strict=True)]
-            best = Solution(points, value, price=price)
-    return best
+def _fitting(fronts: Fronts, room: Sequence[int]) -> Ints | None:
+    """Picks that fit several budgets at once, if there are any."""
+    points = combine([menu.at(math.inf) for menu in fronts.menus], room)
+    if points is None:
+        return None
+    within = [(m.front.costs <= p.cost).all(axis=1) for m, p in zip(fronts.menus, points, strict=True)]
+    return np.array([int(first + w.argmax()) for first, w in zip(fronts.first, within, strict=False)], dtype=np.int64)
 
 
-def _descend(fronts: list[Front], mix: Array, space: Array) -> tuple[list[int], float]:
-    """Lower λ step by step from where every layer is smallest, until the next step leaves the room."""
-    picks, steps = _hull_steps(fronts, mix)
-    spent = _spent(fronts, picks)
-    for slope, layer, to, _ in steps:
-        spent = spent + fronts[layer].costs[to] - fronts[layer].costs[picks[layer]]
-        if (spent > space).any():
-            return picks, -slope
-        picks[layer] = to
-    return picks, 0.0
-
-
-def product(menus: list[Menu], room: Sequence[int]) -> Solution | None:
-    """The greedy of Zhang et al. (2015), eq. 14: keep the product of the layers' energies large.
-
-    With E = 1 − error, from every layer as it is: the step down with the smallest ΔE / (E · Δcost) is taken,
-    again and again, until the budget is met. The cost is in the budget's own unit; with two, in shares of both.
-    """
-    fronts = [Front(menu) for menu in menus]
-    space = np.array(room, dtype=np.float64)
-    share = [f.costs @ (1 / np.maximum(space, 1)) for f in fronts]
-    order = [np.argsort(-s, kind="stable") for s in share]  # from the layer itself to the smallest choice
-    place = [0] * len(fronts)
-    picks = [int(o[0]) for o in order]
-    while (_spent(fronts, picks) > space).any():
-        best: tuple[float, int] | None = None
-        for i, (front, steps) in enumerate(zip(fronts, order, strict=True)):
-            if place[i] + 1 < len(steps):
-                here, there = steps[place[i]], steps[place[i] + 1]
-                kept = max(1 - front.error[here], 1e-300)
-                loss = (front.error[there] - front.error[here]) / kept / max(share[i][here] - share[i][there], 1e-300)
-                best = min(best or (np.inf, i), (float(loss), i))
-        if best is None:
-            return None
-        place[best[1]] += 1
-        picks[best[1]] = int(order[best[1]][place[best[1]]])
-    points = [f.points[i] for f, i in zip(fronts, picks, strict=True)]
-    return Solution(points, float(-np.sum(np.log1p(-np.minimum([p.error for p in points], 1 - 1e-16)))))
-
-
-def at_price(menus: list[Menu], price: float) -> list[Point]:
-    """What every layer becomes at a given λ (one unit): the least error + λ · cost, of equals the smallest error."""
-    fronts = [Front(menu) for menu in menus]
-    return [f.points[int(np.lexsort((f.error, f.error + price * f.costs[:, 0]))[0])] for f in fronts]
-
-
-def _value(fronts: list[Front], picks: list[int]) -> float:
-    return float(sum(f.error[i] for f, i in zip(fronts, picks, strict=True)))
-
-
-def _spent(fronts: list[Front], picks: list[int]) -> Array:
-    return np.sum([f.costs[i] for f, i in zip(fronts, picks, strict=True)], axis=0)  # type: ignore[no-any-return]
-
-
-def _hull(cost: Array, error: Array) -> list[int]:
-    """Indices of the lower convex hull from the cheapest point to the one without error."""
-    found: list[int] = []
-    for i in np.lexsort((error, cost)):
-        if found and error[i] >= error[found[-1]]:
-            continue
-        while len(found) > 1:
-            a, b = found[-2], found[-1]
-            if (error[b] - error[a]) * (cost[i] - cost[a]) < (error[i] - error[a]) * (cost[b] - cost[a]):
-                break
-            found.pop()  # b lies on or above the line from a to i
-        found.append(int(i))
-    return found
-
-
-Step = tuple[float, int, int, float]  # slope, layer, point to go to, extra cost
-
-
-def _hull_steps(fronts: list[Front], mix: Array) -> tuple[list[int], list[Step]]:
-    """The first point of every hull, and all steps from there, steepest first; a layer's come in order (convexity)."""
-    steps, picks = [], []
-    for layer, front in enumerate(fronts):
-        cost = front.costs @ mix
-        hull = _hull(cost, front.error)
-        picks.append(hull[0])
-        for a, b in pairwise(hull):
-            extra = float(cost[b] - cost[a])
-            steps.append((float(front.error[b] - front.error[a]) / extra, layer, b, extra))
-    return picks, sorted(steps)
-
-
-def _relax(fronts: list[Front], mix: Array, space: Array) -> Relaxation | None:
+def _relax(fronts: Fronts, mix: Array, space: Array) -> Relaxation | None:
     """The linear relaxation: steps by falling steepness while they fit, the next one in part."""
-    picks, steps = _hull_steps(fronts, mix)
-    left = float(space @ mix) - sum(float(f.costs[i] @ mix) for f, i in zip(fronts, picks, strict=True))
+    cost = fronts.costs @ mix
+    steps = all_steps(fronts, cost)
+    left = float(space @ mix) - sum(cost[steps.start].tolist())
     if left < -1e-9:
         return None
-    for slope, layer, to, extra in steps:
-        if extra > left:
-            return Relaxation(mix, max(0.0, _value(fronts, picks) + slope * left), -slope, picks)
-        picks[layer] = to
-        left -= extra
-    return Relaxation(mix, _value(fronts, picks), 0.0, picks)
+    before = np.subtract.accumulate(np.concatenate([[left], steps.extra]))[:-1]  # what is left before each step
+    over = np.flatnonzero(steps.extra > before)
+    if not len(over):
+        picks = steps.taken(len(steps.to))
+        return Relaxation(mix, fronts.value(picks), 0.0, picks)
+    first = int(over[0])
+    picks, slope = steps.taken(first), float(steps.slope[first])
+    return Relaxation(mix, max(0.0, fronts.value(picks) + slope * float(before[first])), -slope, picks)
 
 
-def _greedy(fronts: list[Front], picks: list[int], space: Array) -> list[int] | None:
-    """Spend what is left, each time on the point that lowers the error most among those that fit."""
-    picks = list(picks)
+def _greedy(fronts: Fronts, picks: Ints, space: Array, pool: Ints) -> Ints | None:
+    """Spend what is left, each time on the point of the pool that lowers the error most among those that fit."""
+    picks = picks.copy()
     while True:
-        left = space - _spent(fronts, picks)
+        left = space - fronts.spent(picks)
         if (left < 0).any():
             return None  # the mixed cost fits, a single one does not
-        best = (0.0, -1, -1)
-        for layer, (front, have) in enumerate(zip(fronts, picks, strict=True)):
-            fits = np.flatnonzero((front.costs <= left + front.costs[have]).all(axis=1))
-            i = int(fits[front.error[fits].argmin()])
-            best = max(best, (float(front.error[have] - front.error[i]), layer, i))
-        if best[0] <= 0:
+        layer, have = fronts.layer[pool], fronts.error[picks]
+        better = fronts.error[pool] < have[layer]
+        better &= (fronts.costs[pool] <= (left + fronts.costs[picks])[layer]).all(axis=1)
+        if not better.any():
             return picks
-        picks[best[1]] = best[2]
+        fitting, layer = pool[better], layer[better]
+        gain = have[layer] - fronts.error[fitting]
+        most = layer[np.flatnonzero(gain == gain.max())[-1]]  # of equals the last layer
+        own = fitting[layer == most]
+        picks[most] = own[fronts.error[own].argmin()]
+        if len(space) == 1:
+            pool = fitting  # in one unit room only shrinks: what does not fit now never will
 
 
-def _improve(
-    fronts: list[Front], picks: list[int] | None, value: float, relaxed: Relaxation, space: Array
-) -> tuple[list[int] | None, bool]:
-    """Reduction and dynamic programming. Gives the best picks and whether they are proven optimal."""
+@dataclass(frozen=True)
+class Core:
+    """The points of each layer that may be part of something better, and the hulls of these; longest steps first."""
+
+    order: Ints  # of the layers; below, a layer is its place in this order
+    alive: list[Ints]
+    steps: Steps
+    mix: Array
+    tolerance: float  # what rounding may add to a bound
+
+    def most(self, place: int, work: int, part: int) -> int:
+        """How many partial sums may go on to the layer at this place, so that it makes its part of the work."""
+        if place == len(self.alive):
+            return STATES
+        sharing = sum(len(points) > 1 for points in self.alive[place:])
+        return max(1, work // max(1, min(sharing, part)) // len(self.alive[place]))
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The relaxation of the layers to come: their least error by the room for them, linear between corners."""
+
+    steps: Steps
+    room: Array
+    error: Array
+
+    def picks(self, room: float) -> Ints:
+        """The steps that fit the room."""
+        return self.steps.taken(max(0, int(np.searchsorted(self.room, room, side="right")) - 1))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Partial sums over the first layers: costs (n, units), errors (n,), bounds, and how they were made."""
+
+    costs: Array
+    errors: Array
+    promise: Array
+    history: tuple[tuple[Ints, Ints], ...]  # for each layer: the sum before, the point
+
+    def pick(self, rows: Ints) -> Sums:
+        parent, point = self.history[-1]
+        history = (*self.history[:-1], (parent[rows], point[rows]))
+        return Sums(self.costs[rows], self.errors[rows], self.promise[rows], history)
+
+    def picks(self, row: int) -> Ints:
+        found = []
+        for parent, point in reversed(self.history):
+            found.append(int(point[row]))
+            row = int(parent[row])
+        return np.array(found[::-1], dtype=np.int64)
+
+
+def _improve(fronts: Fronts, best: Incumbent, relaxed: Relaxation, space: Array, work: int, part: int) -> Incumbent:
+    """One pass of reduction and dynamic programming. The bound is the value if nothing was dropped."""
+    core = _reduce(fronts, best.value, relaxed, space)
+    least = _suffix([fronts.costs[points].min(axis=0) for points in core.alive])
+    sums = Sums(np.zeros((1, len(space))), np.zeros(1), np.zeros(1), ())
+    picks, value, missed = best.picks, best.value, math.inf
+    pool, rounded = np.sort(np.concatenate(core.alive)), np.zeros(0, dtype=np.int64)
+    for place, points in enumerate(core.alive):
+        work -= len(points) * len(sums.errors)
+        rest = _rest(fronts, core, place)
+        sums = _grow(fronts, core, sums, points, rest, space)
+        good = (sums.costs + least[place + 1] <= space).all(axis=1) & (sums.promise <= value + core.tolerance)
+        sums, dropped = _thin(sums.pick(np.flatnonzero(good)), core.most(place + 1, work, part))
+        missed = min(missed, dropped - core.tolerance)
+        if not len(sums.errors):
+            break
+        before, rounded = rounded, _complete(core, sums, rest, space)
+        if np.array_equal(before, rounded):
+            continue
+        filled = _greedy(fronts, rounded, space, pool)
+        if filled is not None and fronts.value(filled) < value:
+            picks, value = filled, fronts.value(filled)
+    return Incumbent(picks, value, max(best.bound, min(value, missed)))
+
+
+def _reduce(fronts: Fronts, value: float, relaxed: Relaxation, space: Array) -> Core:
+    """Leave out what cannot improve on the value: dual bound + reduced cost is above it."""
     price = relaxed.slope * relaxed.mix
-    reduced = [f.error + f.costs @ price for f in fronts]
+    reduced = fronts.error + fronts.costs @ price
+    low = np.minimum.reduceat(reduced, fronts.first[:-1])
     # Never above the incumbent, which rounding could make it: every layer needs a point that is alive.
-    dual = min(value, sum(float(r.min()) for r in reduced) - float(space @ price))
-    alive = [np.flatnonzero(dual + (r - r.min()) <= value) for r in reduced]
-    # Of the layers still to come: the Lagrangian bound on their errors, and the least they cost.
-    hope = _suffix([r.min() for r in reduced])
-    least = _suffix([f.costs[a].min(axis=0) for f, a in zip(fronts, alive, strict=True)])
-    costs, errors = np.zeros((1, len(space))), np.zeros(1)
-    history: list[tuple[Ints, Ints]] = []
-    exact, most = True, STATES if len(space) < 3 else SEVERAL
-    for i, (front, points) in enumerate(zip(fronts, alive, strict=True)):
-        parent, point = np.repeat(np.arange(len(errors)), len(points)), np.tile(points, len(errors))
-        costs, errors = costs[parent] + front.costs[point], errors[parent] + front.error[point]
-        promise = errors + hope[i + 1] - (space - costs) @ price
-        good = np.flatnonzero((costs + least[i + 1] <= space).all(axis=1) & (promise <= value))
-        if len(space) > 1 and len(good) > most:
-            good, exact = good[np.argsort(promise[good], kind="stable")[:most]], False
-        good = good[_undominated(costs[good], errors[good])]
-        if len(good) > most:
-            good, exact = good[np.argsort(promise[good], kind="stable")[:most]], False
-        if not len(good):
-            return picks, exact
-        costs, errors = costs[good], errors[good]
-        history.append((parent[good], point[good]))
-    state = int(errors.argmin())
-    return (_backtrack(history, state), exact) if errors[state] < value else (picks, exact)
+    dual = min(value, float(low.sum()) - float(space @ price))
+    alive = fronts.split(np.flatnonzero(dual + (reduced - low[fronts.layer]) <= value))
+    mix = relaxed.mix if len(space) > 1 else np.ones(1)  # in one unit counts, whose sums are exact
+    steps = steps_along(fronts, fronts.costs @ mix, alive)
+    longest = np.zeros(len(alive))
+    np.maximum.at(longest, steps.layer, steps.extra)
+    order = np.argsort(-longest, kind="stable")
+    steps = Steps(steps.start[order], steps.slope, steps.extra, np.argsort(order)[steps.layer], steps.to)
+    rounding = 1e-12 * float(fronts.error[steps.start].sum())
+    if len(space) > 1:
+        rounding += 1e-15 * float(np.abs(steps.slope).max(initial=0.0))  # room for the rest is of the order of 1
+    return Core(order, [alive[i] for i in order], steps, mix, rounding)
+
+
+def _rest(fronts: Fronts, core: Core, place: int) -> Rest:
+    every = core.steps
+    coming = every.layer > place
+    layer, start = every.layer[coming] - place - 1, every.start[place + 1 :]
+    steps = Steps(start, every.slope[coming], every.extra[coming], layer, every.to[coming])
+    least = float(fronts.spent(start) @ core.mix)
+    room = np.cumsum(np.concatenate([[least], steps.extra]))
+    error = np.cumsum(np.concatenate([[fronts.error[start].sum()], steps.slope * steps.extra]))
+    return Rest(steps, room, error)
+
+
+def _grow(fronts: Fronts, core: Core, sums: Sums, points: Ints, rest: Rest, space: Array) -> Sums:
+    """Every partial sum with every point of the next layer."""
+    count = len(sums.errors)
+    parent, point = np.repeat(np.arange(count), len(points)), np.tile(points, count)
+    costs, errors = sums.costs[parent] + fronts.costs[point], sums.errors[parent] + fronts.error[point]
+    promise = errors + np.interp((space - costs) @ core.mix, rest.room, rest.error)
+    return Sums(costs, errors, promise, (*sums.history, (parent, point)))
+
+
+def _thin(sums: Sums, most: int) -> tuple[Sums, float]:
+    """The sums that no other one undercuts, at most so many, and the least that those left out promised.
+
+    In several units finding them takes long, so what is too much is left out before as well.
+    """
+    units = sums.costs.shape[1]
+    most = min(most, STATES if units < 3 else SEVERAL)
+    dropped = math.inf
+    for before in (True, False):
+        if len(sums.errors) > most and (units > 1 or not before):
+            ranked = np.argsort(sums.promise, kind="stable")
+            dropped = min(dropped, float(sums.promise[ranked[most]]))
+            sums = sums.pick(ranked[:most])
+        if before:
+            sums = sums.pick(undominated(sums.costs, sums.errors))
+    return sums, dropped
+
+
+def _complete(core: Core, sums: Sums, rest: Rest, space: Array) -> Ints:
+    """The most promising sum with those steps of the rest that fit, by layer."""
+    row = int(sums.promise.argmin())
+    tail = rest.picks(float((space - sums.costs[row]) @ core.mix))
+    return np.concatenate([sums.picks(row), tail])[np.argsort(core.order)]
 
 
 def _suffix(parts: list[Array]) -> Array:
     """Sums of the parts from each one on; the last entry is nothing."""
     whole = np.array([*parts, np.zeros_like(parts[0])])
     return np.cumsum(whole[::-1], axis=0)[::-1]
-
-
-def _backtrack(history: list[tuple[Ints, Ints]], state: int) -> list[int]:
-    found = []
-    for parents, chosen in reversed(history):
-        found.append(int(chosen[state]))
-        state = int(parents[state])
-    return found[::-1]
-
-
-def _undominated(costs: Array, errors: Array) -> Ints:
-    """Indices of the rows that no other one undercuts in every cost and the error."""
-    if costs.shape[1] == 1:
-        order = np.lexsort((errors, costs[:, 0]))
-        best = np.minimum.accumulate(errors[order])
-        return order[np.concatenate([[True], best[1:] < best[:-1]])] if len(order) else order
-    if costs.shape[1] > 2:
-        return _undominated_of_many(costs, errors)
-    kept, stairs = [], [(-np.inf, np.inf), (np.inf, -np.inf)]  # rising first cost, falling second cost
-    for i in np.lexsort((costs[:, 1], costs[:, 0], errors)):
-        step = (float(costs[i, 0]), float(costs[i, 1]))
-        at = bisect_left(stairs, (step[0], np.inf))
-        if stairs[at - 1][1] <= step[1]:
-            continue
-        at = bisect_left(stairs, step)
-        while stairs[at][1] >= step[1]:
-            stairs.pop(at)
-        insort(stairs, step)
-        kept.append(i)
-    return np.array(kept, dtype=np.int64)
-
-
-def _undominated_of_many(costs: Array, errors: Array) -> Ints:
-    """The same for any number of costs: every row against those kept so far, which have no larger error."""
-    order = np.lexsort((*costs.T[::-1], errors))
-    stored, kept = np.empty_like(costs), list[int]()
-    for i in order:
-        if not (stored[: len(kept)] <= costs[i]).all(axis=1).any():
-            stored[len(kept)] = costs[i]
-            kept.append(i)
-    return np.array(kept, dtype=np.int64)
-
-
-def _undercut(points: list[Point]) -> list[Point]:
-    kept = _undominated(np.array([p.cost for p in points], dtype=np.float64), np.array([p.error for p in points]))
-    return [points[i] for i in kept]

@@ -15,6 +15,7 @@ from rankwise.core.measures import Curve
 from rankwise.core.option import Option
 from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Selection, costs
 from rankwise.errors import RankwiseError
+from rankwise.planning.hull import undominated
 from rankwise.planning.table import Table
 from rankwise.planning.times import MARGIN
 
@@ -53,10 +54,25 @@ class Offer:
     def real_rank(self, rank: int) -> int:
         return rank if self.ranks is None else int(self.ranks[rank])
 
+    def errors(self) -> Array:
+        """The errors of the ranks from 1 to `most`; a curve that is not known yet evaluates no others."""
+        if self.curve.known:
+            return self.curve.values()[1 : self.most + 1]
+        return np.array([self.curve[rank] for rank in range(1, self.most + 1)])
+
     def rank_within(self, room: Sequence[float]) -> int:
         """The largest rank whose cost stays within `room`; 0 if there is none."""
         ranks = [int(column.searchsorted(r, side="right")) - 1 for column, r in zip(self.costs.T, room, strict=True)]
         return max(0, min([self.most, *ranks]))
+
+
+class Front(NamedTuple):
+    """Points of a layer as arrays: costs (n, units), error, offer (−1: the layer as it is) and rank of each."""
+
+    costs: Ints
+    error: Array
+    offer: Ints
+    rank: Ints
 
 
 @dataclass(frozen=True)
@@ -76,31 +92,27 @@ class Menu:
     dense: Point
 
     @cached_property
-    def front(self) -> tuple[Ints, Array, Ints, Ints]:
-        """Every point worth having in one unit: costs rising, errors falling, offer (−1: dense), rank."""
+    def front(self) -> Front:
+        """Every point that no other one undercuts. In one unit costs rise and errors fall."""
         ranks = [np.arange(1, o.most + 1) if o.ranks is None else o.ranks[1 : o.most + 1] for o in self.offers]
-        cost = np.concatenate(
-            [*(o.costs[1 : o.most + 1, 0] for o in self.offers), np.array(self.dense.cost, dtype=np.int64)]
-        )
-        error = np.concatenate([*(o.curve.values()[1 : o.most + 1] for o in self.offers), [0.0]])
-        which = np.concatenate([*(np.full(len(r), i) for i, r in enumerate(ranks)), [-1]])
-        rank = np.concatenate([*ranks, [0]])
-        order = np.lexsort((error, cost))
-        best = np.minimum.accumulate(error[order])
-        lower = np.concatenate([[True], best[1:] < best[:-1]])
-        order = order[lower]
-        return cost[order], error[order], which[order], rank[order]
+        dense = np.array([self.dense.cost], dtype=np.int64)
+        cost = np.concatenate([dense, *(o.costs[1 : o.most + 1] for o in self.offers)])
+        error = np.concatenate([[0.0], *(o.errors() for o in self.offers)])
+        which = np.concatenate([[-1], *(np.full(len(r), i) for i, r in enumerate(ranks))])
+        rank = np.concatenate([[0], *ranks])
+        kept = undominated(cost, error)
+        return Front(cost[kept], error[kept], which[kept], rank[kept])
 
     def front_point(self, index: int) -> Point:
-        cost, error, which, rank = self.front
-        offer = int(which[index])
+        costs, errors, offers, ranks = self.front
+        offer = offers.item(index)
         if offer < 0:
             return self.dense
-        return Point((int(cost[index]),), float(error[index]), self.offers[offer].option, int(rank[index]))
+        return Point(tuple(costs[index].tolist()), errors.item(index), self.offers[offer].option, ranks.item(index))
 
     @cached_property
     def _falling(self) -> Array:
-        return -self.front[1]
+        return -self.front.error
 
     def at(self, level: float) -> list[Point]:
         """The cheapest points with an error of at most `level`; more than one only for several units."""

@@ -3,7 +3,8 @@
     minimax    the exact optimum of the paper's objective, the largest error of all layers
     alternate  Algorithm 1 of the paper: alternating steps from random starts, a local optimum
     sum        the least total error (knapsack.py)
-    penalty    the least total of error + λ · cost, with the λ that meets the budget (knapsack.py)
+    penalty    the least total of error + λ · cost, with the λ that meets the budget (walks.py)
+    product    the largest product of energies, greedily (walks.py)
     constant   the same share of every layer
 
 Each takes menus and the room left for them (limits minus what is not up for decision) and gives a

@@ -17,13 +17,14 @@ from rankwise.decompositions.clusters import check_clustering
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.findings import Findings, Latency
-from rankwise.planning.knapsack import least_sum, penalty, product
+from rankwise.planning.knapsack import least_sum
 from rankwise.planning.menu import Menu, Point, Rules, menus
 from rankwise.planning.minimax import Solution, alternate, combine, constant, minimax
 from rankwise.planning.plan import Choice, Plan, listed
 from rankwise.planning.signal_rank import signal_points
 from rankwise.planning.table import Table
 from rankwise.planning.times import MARGIN, NANO
+from rankwise.planning.walks import penalty, product
 
 SEARCHES = ("alternate", "minimax", "sum", "penalty", "product", "constant")
 

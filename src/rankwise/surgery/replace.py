@@ -62,7 +62,7 @@ def replace_layers_(
     """Put the pairs of a plan into a model and narrow what it prunes.
 
     Without `fill` the weights of pairs are left for a file to set. `later` names choices that somebody fits to data
-    afterwards; until then they come from the weights alone. `layers` is what `match_layers` gave, if it was called.
+    afterwards; until then the layers stay as they are. `layers` is what `match_layers` gave, if it was called.
     """
     layers = match_layers(model, plan) if layers is None else layers
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -80,6 +80,8 @@ def replace_layers_(
             check_finite(cast(Tensor, model.get_submodule(choice.name).weight), choice.name)
     swap: Swap = {}
     for choice, layer in layers:
+        if choice.name in later:
+            continue
         old = model.get_submodule(choice.name)
         pair = build_pair(layer, choice.option, choice.rank, old)
         if fill:
