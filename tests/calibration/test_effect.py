@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.calibration import effect_table, fit, output_metric, synthetic
+from rankwise.calibration.inputs import CALIBRATION, Inputs
 from rankwise.calibration.output_metric import influences
 from rankwise.compression import Compression, Request
 from rankwise.data import splits as images
@@ -506,7 +507,10 @@ def test_few_options_of_a_large_layer_are_as_good_as_all(
     for small in (10_000, 0):
         monkeypatch.setattr(whitened, "SMALL", small)
         table, _ = effect_table.effect_table(
-            plain, rw.find_layers(plain, seen[0][:1]), Settings(error="effect", decompositions=("whitened",)), seen
+            plain,
+            rw.find_layers(plain, seen[0][:1]),
+            Settings(error="effect", decompositions=("whitened",)),
+            Inputs(seen, CALIBRATION),
         )
         counts.append(len(table.given))
         plans = [
@@ -588,7 +592,7 @@ def test_other_dtypes(digits: nn.Module, seen: list[Tensor], held_out: Tensor, d
 def test_a_table_of_effects_can_be_saved(plain: nn.Module, seen: list[Tensor], tmp_path: Path) -> None:
     wanted = Settings(error="effect", decompositions=("whitened", "svd"))
     coverage = rw.find_layers(plain, seen[0][:1])
-    table, _ = effect_table.effect_table(plain, coverage, wanted, seen)
+    table, _ = effect_table.effect_table(plain, coverage, wanted, Inputs(seen, CALIBRATION))
     table.save(tmp_path / "table.safetensors")
     again = rw.Table.load(tmp_path / "table.safetensors", plain)
     rest: dict[str, Any] = {"error": "effect", "decompositions": ("whitened", "svd")}

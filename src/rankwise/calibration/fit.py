@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rankwise.calibration.activations import batches
+from rankwise.calibration.inputs import Inputs
 from rankwise.calibration.output_metric import Influence, some_patches
 from rankwise.core.layer import Layer, canonical, stored
 from rankwise.core.linalg import precise
+from rankwise.core.moments import Moments
 from rankwise.decompositions import METRIC, Target, of
 from rankwise.decompositions.whitened import root_of, share_for, shrunk
 from rankwise.planning.plan import Choice, Plan
@@ -45,39 +47,38 @@ Task = tuple[Choice, Layer]
 def apply_fitted(
     model: nn.Module,
     plan: Plan,
-    data: Iterable[Any],
+    inputs: Inputs,
     influence: Mapping[str, Influence],
-    moments: Mapping[str, Any] | None = None,
-    least: float = 0.0,
+    moments: Mapping[str, Moments] | None = None,
     seed: int = 0,
     work: int | None = None,
 ) -> nn.Module:
-    """A copy of the model that follows the plan, with what is fitted to data fitted layer after layer.
+    """A copy of the model that follows the plan, with what is fitted to inputs fitted layer after layer.
 
-    `least` is how far moments are drawn towards the identity at least. `work` is how many multiply-adds may be spent on
-    running the networks, WORK unless given; with 0 nothing is run, and layers do not make up for each other.
+    `work` is how many multiply-adds may be spent on running the networks, WORK unless given; with 0 nothing is run, and
+    layers do not make up for each other.
     """
     later = {choice.name for choice in plan.choices if of(choice.option).needs == METRIC}
     layers = match_layers(model, plan)
     tasks = [(choice, layer) for choice, layer in layers if choice.name in later]
     small = copy_model(model)
     replace_layers_(small, plan, fill=True, moments=moments, later=later, layers=layers)  # the others stay for now
-    passes = _passes(model, tasks, data, work)
+    passes = _passes(model, tasks, inputs.batches, work)
     if len(passes) < len(tasks):  # until they are fitted in order, what the original network gives them will do
         for choice, layer in tasks:
             one = influence.get(layer.name)
             if one is not None and one.whole and one.seen.count:
-                share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
+                share = max(inputs.least, share_for(one.seen.count, one.seen.mean.shape[-1]))
                 weight, bias = _weights(model, layer)
-                inputs = one.seen.mean if one.centred else None
-                outputs = None if inputs is None else _through(weight, layer, inputs) + bias.to(inputs)
-                _fit_(small, model, choice, layer, _Target(weight, shrunk(one.moment, share), inputs, outputs), one)
+                mean = one.seen.mean if one.centred else None
+                outputs = None if mean is None else _through(weight, layer, mean) + bias.to(mean)
+                _fit_(small, model, choice, layer, _Target(weight, shrunk(one.moment, share), mean, outputs), one)
     for together in passes:
-        sums = _side_by_side(model, small, together, data, seed)
+        sums = _side_by_side(model, small, together, inputs.batches, seed)
         for choice, layer in together:
             one = influence.get(layer.name)
             centred = one is not None and one.centred
-            target = sums.pop(layer.name).target(*_weights(model, layer), layer, least, centred)
+            target = sums.pop(layer.name).target(*_weights(model, layer), layer, inputs.least, centred)
             _fit_(small, model, choice, layer, target, one)
     for choice, layer in tasks:  # what no input reached comes from its weights
         old = small.get_submodule(layer.name)

@@ -152,8 +152,7 @@ def _auto(ground: Ground, settings: Settings, times: Times | None) -> Basis:
 
 def _by_effect(ground: Ground, settings: Settings, times: Times | None, inputs: Inputs) -> Basis:
     with ground.stage("layers") as report:
-        given = (ground.model, ground.coverage, settings, inputs.batches)
-        table, influence = effect_table.effect_table(*given, report, inputs.least, inputs.means, inputs.real)
+        table, influence = effect_table.effect_table(ground.model, ground.coverage, settings, inputs, report)
     return Basis(table, settings, times, Seen({}, inputs, influence))
 
 

@@ -202,9 +202,9 @@ class Compression:
             plan = plan.warned(f"the plan was made on {then} inputs, and its layers are fitted to {now} inputs")
         if seen.inputs is None:
             return apply_plan(self.model, plan, seen.moments), plan
-        given = (seen.inputs.batches, seen.influence, seen.moments, seen.inputs.least)
+        work = None if seen.inputs.means else 0
         try:
-            return apply_fitted(self.model, plan, *given, work=None if seen.inputs.means else 0), plan
+            return apply_fitted(self.model, plan, seen.inputs, seen.influence, seen.moments, work=work), plan
         except LinAlgError as err:
             if self.request.plan is not None or not self.request.is_free:
                 raise RankwiseError(f"the calibration data could not be fitted ({err}): give more of it") from None
@@ -229,7 +229,7 @@ class Compression:
             )
         with self.ground.stage("recovery") as report:
             told = None if report is None else lambda done, total, loss: report("", done, total)
-            recover_(small, self.model, data, *read_effort(self.request.recover), progress=told)
+            recover_(small, self.model, data, read_effort(self.request.recover), progress=told)
 
     def finish(self, small: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
         """The network as it is shipped, and a plan that says so: with batch norms folded, in the layout of the plan."""

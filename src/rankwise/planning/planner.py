@@ -85,7 +85,8 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
     if budget is None and not needs_budget(settings):
         points = signal_points(table, settings.decompositions[0], settings.error)
         reached = Budget(params=_after(table, points).params)
-        return _make_plan(table, points, reached, settings, method, model, Findings(ranks="vbmf"))
+        plan = _make_plan(table, points, reached, settings, Findings(ranks="vbmf"))
+        return replace(plan, method=method, model=model)
     if not isinstance(budget, Budget):
         raise RankwiseError(f"a Budget is needed, and {budget!r} was given: for instance Budget(params=0.4)")
     if settings.error == "exact" and table.weights is not None:
@@ -113,8 +114,8 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
         raise _cannot_be_met(offered, budget, limits, fixed, whole)
     able = {m.layer.name for m in offered if m.offers}
     findings = _findings(solution, _times(table, solution.points))
-    plan = _make_plan(table, solution.points, budget, settings, method, model, findings, able)
-    return plan.warned(*_given_up(table, faster, offered, solution.points))
+    plan = _make_plan(table, solution.points, budget, settings, findings, able)
+    return replace(plan, method=method, model=model).warned(*_given_up(table, faster, offered, solution.points))
 
 
 def _offers(table: Table, budget: Budget, settings: Settings, never_slower: bool) -> list[Menu]:
@@ -181,17 +182,18 @@ def _make_plan(
     points: list[Point],
     budget: Budget,
     settings: Settings,
-    method: str,
-    model: str,
     findings: Findings,
     able: set[str] | None = None,
 ) -> Plan:
-    """What becomes of every layer, written down; `able` are the layers that had something to choose."""
+    """What becomes of every layer, written down, for a network and by a method that the caller names.
+
+    `able` are the layers that had something to choose.
+    """
     layers = table.coverage.layers
     entries = [_entry(table, la, p, settings.error, able) for la, p in zip(layers, points, strict=True)]
     return Plan(
-        model=model,
-        method=method,
+        model="",
+        method="",
         budget=budget,
         before=Cost(table.coverage.params, table.coverage.macs),
         after=_after(table, points),

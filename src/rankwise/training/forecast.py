@@ -71,7 +71,7 @@ def forecast(model: nn.Module, plan: Plan, seen: Seen, split: Split, most: int =
             f"a plan by {plan.method!r} with the measure {plan.settings.get('error')!r} does not say what becomes of "
             f"the network's outputs: forecasts are for method='auto' with data, or with batch norm and an example"
         )
-    trial = apply_fitted(model, plan, seen.inputs.batches, seen.influence, seen.moments, seen.inputs.least, work=0)
+    trial = apply_fitted(model, plan, seen.inputs, seen.influence, seen.moments, work=0)
     whole, split = len(split), split.thin(most)
     random = torch.Generator().manual_seed(seed)
     before, labels, variance = _answers(model, split, torch.Generator().manual_seed(seed))

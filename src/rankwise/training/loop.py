@@ -199,13 +199,13 @@ def fit_(
     epochs: int,
     lr: float = 0.1,
     batch_size: int = 64,
-    weight_decay: float = 5e-4,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[float]:
     """Cross-entropy by SGD with Nesterov momentum 0.9; the rate rises to `lr` and falls again (one cycle).
 
-    Returns the mean loss of each epoch. A short way to `train_`, without augmentation, stopping or saving.
+    Returns the mean loss of each epoch. A short way to `train_` with weight decay 5e-4, without augmentation, stopping
+    or saving.
     """
     if epochs < 0:
         raise RankwiseError(f"{epochs} epochs were asked for: ask for 0 or more")
@@ -221,7 +221,7 @@ def fit_(
         warmup=0.3 * epochs,
         schedule="cycle",
         nesterov=True,
-        weight_decay=weight_decay,
+        weight_decay=5e-4,
         augment="none",
     )
     watch = None if progress is None else _Losses(progress, epochs)
