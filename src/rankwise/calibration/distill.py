@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from torch.nn import functional as F
 from rankwise.calibration.activations import Data, batches, check_some
 from rankwise.calibration.layer_targets import errors_of, outputs_of, replaced
 from rankwise.errors import RankwiseError
-from rankwise.surgery.forward import run_example, tensors_of, undisturbed
+from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.replace import copy_model
 
 BATCH = 128
@@ -154,7 +153,7 @@ def _channels_last_(model: nn.Module) -> bool:
 def _step_(
     small: nn.Module,
     original: nn.Module,
-    pieces: list[Any],
+    pieces: list[Example],
     scale: float,
     optimiser: torch.optim.Optimizer,
     random: torch.Generator,
@@ -203,7 +202,7 @@ def moved(images: Tensor, random: torch.Generator) -> Tensor:
     return found
 
 
-def _pieces(original: nn.Module, data: Data) -> tuple[list[Any], float]:
+def _pieces(original: nn.Module, data: Data) -> tuple[list[Example], float]:
     """Inputs, and the variance of what the original network says to them; plain tensors become one to draw from."""
     found, answers = [], []
     with undisturbed(original):
@@ -218,7 +217,7 @@ def _pieces(original: nn.Module, data: Data) -> tuple[list[Any], float]:
     return [torch.cat(plain)] if alike else found, _variance(answers)
 
 
-def _answers(output: Any) -> list[Tensor]:
+def _answers(output: object) -> list[Tensor]:
     return [t for t in tensors_of(output) if t.is_floating_point() and t.ndim]
 
 

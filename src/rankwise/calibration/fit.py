@@ -15,7 +15,7 @@ for the errors of earlier passes, not for each other's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -34,7 +34,7 @@ from rankwise.core.moments import Moments
 from rankwise.decompositions import METRIC, Target, of
 from rankwise.decompositions.whitened import root_of, share_for, shrunk
 from rankwise.planning.plan import Choice, Plan
-from rankwise.surgery.forward import run_example, run_until, undisturbed
+from rankwise.surgery.forward import Batches, Example, run_example, run_until, undisturbed
 from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.modules import mark_of
 from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair, put_factors_
@@ -138,7 +138,7 @@ def _through(weight: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
     return (rows @ inputs[:, :, None]).flatten()
 
 
-def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any], work: int | None) -> list[list[Task]]:
+def _passes(model: nn.Module, tasks: list[Task], data: Batches, work: int | None) -> list[list[Task]]:
     """Layers in the order in which they first run, those of one pass together; those that never run are left out."""
     if work == 0:
         return []
@@ -208,9 +208,7 @@ class _Sums:
         return _Target(stored(solved.reshape(layer.canonical_shape), layer), moment, *means)
 
 
-def _side_by_side(
-    model: nn.Module, small: nn.Module, tasks: list[Task], data: Iterable[Any], seed: int
-) -> dict[str, _Sums]:
+def _side_by_side(model: nn.Module, small: nn.Module, tasks: list[Task], data: Batches, seed: int) -> dict[str, _Sums]:
     """What layers get in the small network and give in the original, summed up over the data.
 
     What follows after them is not computed, once the original network has shown how often each of them is called.
@@ -231,7 +229,7 @@ def _side_by_side(
 
 
 def _calls(
-    model: nn.Module, layers: list[Layer], often: Mapping[str, int], batch: Any
+    model: nn.Module, layers: list[Layer], often: Mapping[str, int], batch: Example
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """Inputs and outputs of layers, call by call; copies, since what follows may work in place.
 

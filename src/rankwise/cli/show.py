@@ -24,7 +24,7 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -28,6 +28,7 @@ from rankwise.models import networks
 from rankwise.models.inputs import example_for
 from rankwise.planning.table import Progress
 from rankwise.surgery import checkpoint
+from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import fuse
 from rankwise.timing.cache import machine
 from rankwise.timing.clock import Run, Timing, inputs_for, on_threads, race, ready_to_run
@@ -92,7 +93,7 @@ def bench(job: Job, progress: Progress | None = None) -> dict[str, Any]:
     }
 
 
-def _open(job: Job) -> tuple[nn.Module, nn.Module, Any]:
+def _open(job: Job) -> tuple[nn.Module, nn.Module, Example]:
     """The dense network, the compressed one, and an example input."""
     small = networks.build(job.folder, base=job.base).eval()
     example = example_for(job.folder, job.input, small)
@@ -142,7 +143,9 @@ def _work(task: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _compare(models: list[nn.Module], example: Any, job: Job, engine: str, threads: int, batch: int) -> dict[str, Any]:
+def _compare(
+    models: list[nn.Module], example: Example, job: Job, engine: str, threads: int, batch: int
+) -> dict[str, Any]:
     timing = Timing(batch, threads, job.layout, engine == "compiled", job.repeats)
     with on_threads(threads), torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         if engine == "onnx":

@@ -98,38 +98,38 @@ def _known(body: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value is not None}
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: object, where: str) -> float:
     number: float = files.typed(value, float, where)  # as it stands there: 1 is not written again as 1.0
     return number
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: object, where: str) -> str:
     text: str = files.typed(value, str, where)
     return text
 
 
-def _all(read: Callable[[Any, str], T]) -> Callable[[Any, str], tuple[T, ...]]:
-    def read_all(value: Any, where: str) -> tuple[T, ...]:
+def _all(read: Callable[[object, str], T]) -> Callable[[object, str], tuple[T, ...]]:
+    def read_all(value: object, where: str) -> tuple[T, ...]:
         return tuple(read(one, f"every entry of {where}") for one in files.typed(value, list, where))
 
     return read_all
 
 
-def _some_numbers(value: Any, where: str, many: int) -> tuple[float, ...]:
+def _some_numbers(value: object, where: str, many: int) -> tuple[float, ...]:
     numbers = _all(_number)(value, where)
     if len(numbers) != many:
         raise RankwiseError(f"{where} must be {many} numbers, and it has {len(numbers)}")
     return numbers
 
 
-def _inputs(value: Any, where: str) -> str:
+def _inputs(value: object, where: str) -> str:
     name = _FORMERLY.get(_text(value, where), value)
     if name not in INPUTS:
         raise RankwiseError(f"{where} is {name!r}: possible are {', '.join(INPUTS)}")
     return str(name)
 
 
-def _latency(value: Any, where: str) -> Latency:
+def _latency(value: object, where: str) -> Latency:
     data = files.typed(value, dict, where)
     layers = files.typed(data.get("layers", {}), dict, f"'layers' of {where}")
     return Latency(
@@ -144,33 +144,33 @@ def _latency(value: Any, where: str) -> Latency:
     )
 
 
-def _pair(value: Any, where: str) -> tuple[float, float]:
+def _pair(value: object, where: str) -> tuple[float, float]:
     before, after = _some_numbers(value, where, 2)
     return before, after
 
 
-def _round(value: Any, where: str) -> tuple[float, float, float]:
+def _round(value: object, where: str) -> tuple[float, float, float]:
     asked, predicted, measured = _some_numbers(value, where, 3)
     return asked, predicted, measured
 
 
-def _group(value: Any, where: str) -> tuple[dict[str, Any], tuple[str, ...], int]:
+def _group(value: object, where: str) -> tuple[dict[str, Any], tuple[str, ...], int]:
     data = files.typed(value, dict, where)
     layers = _all(_text)(files.field(data, "layers", list, where), f"'layers' of {where}")
     return data, layers, files.field(data, "channels", int, where)
 
 
-def _cut_group(value: Any, where: str) -> CutGroup:
+def _cut_group(value: object, where: str) -> CutGroup:
     data, layers, channels = _group(value, where)
     return CutGroup(layers, channels, files.field(data, "kept", int, where))
 
 
-def _whole_group(value: Any, where: str) -> WholeGroup:
+def _whole_group(value: object, where: str) -> WholeGroup:
     data, layers, channels = _group(value, where)
     return WholeGroup(layers, channels, files.field(data, "reason", str, where))
 
 
-_READERS: dict[str, Callable[[Any, str], Any]] = {
+_READERS: dict[str, Callable[[object, str], Any]] = {
     "objective": _number,
     "gap": _number,
     "price": _number,

@@ -21,7 +21,7 @@ from rankwise.planning.plan import Pruned
 from rankwise.pruning.graph import Links, Place, follow
 from rankwise.pruning.trials import random_copy, why_not
 from rankwise.surgery.coverage import DEPTHWISE, HOOKS, OTHER_KIND, tied_to
-from rankwise.surgery.forward import observe
+from rankwise.surgery.forward import Example, observe
 from rankwise.surgery.narrow import Part, part_of
 
 UNSEEN = "the example's forward pass does not show where its filters go"
@@ -131,7 +131,9 @@ def readers(groups: Sequence[Group], kept: Sequence[Sequence[int]]) -> dict[str,
     return gone
 
 
-def find_channels(model: nn.Module, example: Any, coverage: Coverage, probe: nn.Module | None = None) -> Channels:
+def find_channels(
+    model: nn.Module, example: Example | None, coverage: Coverage, probe: nn.Module | None = None
+) -> Channels:
     """Every output of every linear and convolution layer, in a group that can be pruned or must stay.
 
     The graph is torch-pruning's, and every group is tried: it counts as free only if the network without
@@ -209,7 +211,7 @@ def _reason(root: Place, sides: list[tuple[str, str]], reasons: dict[Place, str]
     return blocked[held[0]] if sides[0] == (held[0], "out") else f"it meets {held[0]!r}: {blocked[held[0]]}"
 
 
-def _tried(channels: Channels, probe: nn.Module, example: Any) -> Channels:
+def _tried(channels: Channels, probe: nn.Module, example: Example) -> Channels:
     """The same groups with a reason to stay for each that does not pass its trial."""
     draw = random.Random(0)
     reasons: dict[Group, str] = {g: ONE for g in channels.free if g.size == 1}

@@ -7,14 +7,15 @@ number for all groups: the share that goes (`constant`), or the error that is al
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from rankwise.calibration.activations import Data
 from rankwise.core.layer import Coverage, Skipped, canonical
 from rankwise.core.linalg import check_finite, precise
 from rankwise.errors import BudgetError, RankwiseError
@@ -24,6 +25,7 @@ from rankwise.planning.plan import Plan, Pruned, listed
 from rankwise.pruning.channels import UNSEEN, Channels, Group, cost, entries, find_channels, readers
 from rankwise.pruning.sensitivity import sensitivities
 from rankwise.pruning.trials import random_copy, why_not
+from rankwise.surgery.forward import Example
 
 SCORES = ("norm", "sensitivity")
 SEARCHES = ("constant", "sampling", "minimax")
@@ -60,11 +62,11 @@ class Filters:
 
 def plan_filters(
     model: nn.Module,
-    example: Any,
+    example: Example | None,
     coverage: Coverage,
     settings: Filters,
     budget: Budget,
-    data: Any = None,
+    data: Data | None = None,
 ) -> Plan:
     """The plan of a filter pruning method; never above the budget, and an error if nothing fits it.
 
@@ -78,6 +80,7 @@ def plan_filters(
     limits = budget.limits(coverage)
     probe = random_copy(model)
     channels = find_channels(model, example, coverage, probe)
+    assert example is not None, "it is needed to find channels"
     groups, scores, unseen = _scored(model, data, channels, settings)
     if not groups:
         first = next((f"{g.names('out')[0]}: {g.reason}" for g in channels.fixed), "it has no layers")
@@ -127,10 +130,10 @@ def _makers(channels: Channels, group: Group) -> tuple[str, ...]:
 
 
 def _scored(
-    model: nn.Module, data: Any, channels: Channels, settings: Filters
+    model: nn.Module, data: Data | None, channels: Channels, settings: Filters
 ) -> tuple[list[Group], list[Tensor], dict[Group, str]]:
     """Groups that can be pruned, the score of each of their channels, and groups that the data does not reach."""
-    if not settings.needs_data:
+    if not settings.needs_data or data is None:
         return list(channels.free), [norms(model, channels, g) for g in channels.free], {}
     found = sensitivities(model, data, channels, channels.free)
     both = list(zip(channels.free, found, strict=True))
@@ -243,7 +246,7 @@ def error_curve(scores: Tensor) -> Tensor:
     return torch.cat([rising.new_zeros(1), rising.cumsum(0)]).flip(0)
 
 
-def _first(n: int, good: Any) -> int | None:
+def _first(n: int, good: Callable[[int], bool]) -> int | None:
     """The first of n that is good, where all behind a good one are good; None if there is none."""
     if not n or not good(n - 1):
         return None

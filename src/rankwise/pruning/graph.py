@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rankwise.errors import RankwiseError, need
-from rankwise.surgery.forward import run_example, tensors_of
+from rankwise.surgery.forward import Example, run_example, tensors_of
 from rankwise.surgery.narrow import Part, part_of
 
 Place = tuple[str, str, int]  # module, "out" or "in", index
@@ -99,7 +99,7 @@ class _Moves(TorchFunctionMode):
         return out
 
 
-def follow(model: nn.Module, example: Any) -> Links:
+def follow(model: nn.Module, example: Example) -> Links:
     """Every output of a linear or convolution layer, linked with all that must go when it goes.
 
     `model` should be a copy: it is run with gradients, in eval mode.
@@ -152,7 +152,7 @@ def _spread(links: Links, graph: Any, names: Names, parts: dict[nn.Module, Part]
                 work.append((dependency.target, dependency.handler, new))
 
 
-def _build(model: nn.Module, example: Any) -> Any:
+def _build(model: nn.Module, example: Example) -> Any:
     tp = need("torch_pruning", extra="prune", purpose="removing filters")
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())

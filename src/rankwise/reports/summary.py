@@ -101,14 +101,14 @@ def delta_table(rows: Iterable[Row], deltas: Sequence[float] = DELTAS, average: 
     parts = [every]
     if average == "repeats":
         parts = [[row for row in every if row.get("repeat") == one] for one in {row.get("repeat"): 0 for row in every}]
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for part in parts:
         for key, entry in _entries(part, deltas):
             groups.setdefault(key, []).append(entry)
     return _mark_best([_joined(group) if average == "repeats" else group[0] for group in groups.values()])
 
 
-def _entries(rows: list[Row], deltas: Sequence[float]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _entries(rows: list[Row], deltas: Sequence[float]) -> Iterator[tuple[tuple[object, ...], dict[str, Any]]]:
     """Entries of the table, by the means over all rows, each with what tells its curve and its δ from others."""
     for panel, stage, line in _lines(rows):
         (picked,) = largest(replace(stage, lines=(line,)), "params", deltas)
@@ -139,7 +139,7 @@ def _joined(group: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _mark_best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Best of every column: larger is better; equal ones are all best."""
-    most: dict[tuple[Any, ...], float] = {}
+    most: dict[tuple[object, ...], float] = {}
     for entry in found:
         for key in ("CR-P", "CR-F"):
             if entry[key] is not None:
@@ -150,5 +150,5 @@ def _mark_best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _column(entry: dict[str, Any], key: str) -> tuple[Any, ...]:
+def _column(entry: dict[str, Any], key: str) -> tuple[object, ...]:
     return (*(entry[name] for name in ("model", "data", "unit", "share", "delta")), key)

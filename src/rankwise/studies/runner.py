@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from rankwise.studies.cell import row_path, run_cell, write_failure
 from rankwise.studies.reference import prepare, reference_key
 from rankwise.studies.store import digest
 from rankwise.studies.study import Cell, Study
-from rankwise.studies.workers import Job, run
+from rankwise.studies.workers import Engine, Job, run
 
 Say = Callable[[dict[str, Any], int, int], None]  # a row that was written, cells done, cells in all
+Engines = Callable[[int], AbstractContextManager[Engine]]  # from the number of cells to where they run
 
 
 @dataclass
@@ -39,7 +41,7 @@ def status_of(cell: Cell, out: str | Path) -> str:
 def run_study(
     study: Study,
     out: str | Path,
-    make_engine: Callable[[int], Any],
+    make_engine: Engines,
     say: Say | None = None,
     again: bool = False,
     chosen: Callable[[Cell], bool] = lambda _: True,

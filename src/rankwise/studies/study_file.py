@@ -126,7 +126,7 @@ def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None]
     )
 
 
-def _keeps(value: Any, where: str) -> tuple[tuple[float, ...], float | None]:
+def _keeps(value: object, where: str) -> tuple[tuple[float, ...], float | None]:
     """The keeps, and α where they are αⁱ. {first, last, count} is evenly spaced on a logarithmic scale."""
     if isinstance(value, dict):
         files.strict(value, _KEEPS, f"'keeps' of {where}")
@@ -154,7 +154,7 @@ def _keeps(value: Any, where: str) -> tuple[tuple[float, ...], float | None]:
     return tuple(found), geometric
 
 
-def _entry(value: Any, where: str) -> Entry:
+def _entry(value: object, where: str) -> Entry:
     if isinstance(value, str):
         value = {"method": value}
     value = dict(files.typed(value, dict, f"every method of {where}"))
@@ -171,7 +171,7 @@ def _entry(value: Any, where: str) -> Entry:
     return Entry(method, label, value, recover, calibrate)
 
 
-def _shares(value: Any, mode: str, where: str) -> tuple[float, ...]:
+def _shares(value: object, mode: str, where: str) -> tuple[float, ...]:
     listed = value if isinstance(value, list) else [value]
     found = tuple(float(files.typed(v, float, f"'retrain' of {where}")) for v in listed)
     if not found or any(not 0 <= v <= 1 for v in found) or (mode == "iterate" and (len(found) > 1 or not found[0])):
@@ -180,7 +180,7 @@ def _shares(value: Any, mode: str, where: str) -> tuple[float, ...]:
     return found
 
 
-def _words(value: Any, where: str) -> tuple[str, ...]:
+def _words(value: object, where: str) -> tuple[str, ...]:
     return tuple(files.typed(v, str, f"every entry of {where}") for v in files.typed(value, list, where))
 
 

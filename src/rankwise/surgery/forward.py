@@ -84,7 +84,7 @@ class _Enough(BaseException):
         self.run = run
 
 
-def run_until(model: nn.Module, example: Any, after: Looks, enough: Callable[[], bool]) -> None:
+def run_until(model: nn.Module, example: Example, after: Looks, enough: Callable[[], bool]) -> None:
     """Run the example with these callbacks (see `watching`), and stop behind the first one after which it is enough."""
     mine = object()  # and not the exception itself: its traceback would keep the network's tensors
 
@@ -105,7 +105,7 @@ def run_until(model: nn.Module, example: Any, after: Looks, enough: Callable[[],
             raise
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def tensors_of(output: object) -> list[Tensor]:
     """Every tensor in what a network gives: itself, or inside tuples, lists and dicts."""
     if isinstance(output, Tensor):
         return [output]

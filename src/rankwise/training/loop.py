@@ -134,7 +134,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
 
 
 def _epoch_(
-    prepared: tuple[nn.Module, Any], feed: Feed, job: Job, epoch: int, engine: Engine, hooks: Hooks
+    prepared: tuple[nn.Module, Optimizer], feed: Feed, job: Job, epoch: int, engine: Engine, hooks: Hooks
 ) -> dict[str, Any]:
     """One pass over the data; returns the record of the epoch, over the images of all processes."""
     model, optimizer = prepared
@@ -177,7 +177,7 @@ def _loss(logits: Tensor, y: Tensor, smoothing: float) -> Tensor:
     return F.cross_entropy(logits.float(), y, label_smoothing=smoothing, ignore_index=IGNORED if y.dim() > 1 else -100)
 
 
-def _has_second(output: Any) -> bool:
+def _has_second(output: object) -> bool:
     return isinstance(output, dict) and isinstance(output.get("aux"), Tensor)
 
 
