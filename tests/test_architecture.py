@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -109,3 +110,46 @@ def test_hooks_are_hung_in_one_place() -> None:
     assert hangs == {"surgery/hooks.py"}
     assert not takes_down
     assert stops == {"surgery/forward.py"}
+
+
+# ---- names -----------------------------------------------------------------------------------------------
+
+MOST = 7  # parameters of a function, self not counted
+# The public names whose keywords are a part of the contract.
+LONG = {("compression/job.py", "compress"), ("methods.py", "build_table"), ("timing/cost_model.py", "measure_times")}
+
+
+def commands() -> set[tuple[str, str]]:
+    """File and name of every function behind a command: its parameters are the flags."""
+    from rankwise.cli.app import app
+
+    found = [info.callback for info in app.registered_commands if info.callback is not None]
+    return {(str(Path(inspect.getfile(f)).relative_to(SOURCE)), f.__name__) for f in found}
+
+
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = node.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return [one.arg for one in every if one is not None and one.arg not in ("self", "cls")]
+
+
+def test_no_function_takes_many_parameters() -> None:
+    """Things that travel together are one value."""
+    long = {
+        (str(path.relative_to(SOURCE)), node.name)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(parameters(node)) > MOST
+    }
+    assert long >= LONG, "who is short by now needs no exception"
+    assert long - LONG <= commands(), sorted(long - LONG - commands())
+
+
+def test_the_name_of_a_class_says_which() -> None:
+    """One class for a name in the whole house, whether it is private or not."""
+    where: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name.strip("_"), []).append(str(path.relative_to(SOURCE)))
+    assert not {name: files for name, files in where.items() if len(files) > 1}

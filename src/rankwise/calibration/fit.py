@@ -72,7 +72,7 @@ def apply_fitted(
                 weight, bias = _weights(model, layer)
                 mean = one.seen.mean if one.centred else None
                 outputs = None if mean is None else _through(weight, layer, mean) + bias.to(mean)
-                _fit_(small, model, choice, layer, _Target(weight, shrunk(one.moment, share), mean, outputs), one)
+                _fit_(small, model, choice, layer, _PairTarget(weight, shrunk(one.moment, share), mean, outputs), one)
     for together in passes:
         sums = _side_by_side(model, small, together, inputs.batches, seed)
         for choice, layer in together:
@@ -90,7 +90,7 @@ def apply_fitted(
 
 
 @dataclass(frozen=True)
-class _Target:
+class _PairTarget:
     """What a pair should be: W* in the layer's own layout, and M̂ (G, d, d).
 
     `inputs` (G, d) and `outputs` (f,) are means, where a bias makes up for them.
@@ -103,7 +103,7 @@ class _Target:
 
 
 def _fit_(
-    small: nn.Module, model: nn.Module, choice: Choice, layer: Layer, target: _Target, influence: Influence | None
+    small: nn.Module, model: nn.Module, choice: Choice, layer: Layer, target: _PairTarget, influence: Influence | None
 ) -> None:
     """Put the pair in place, fitted; until then the original layer stands there."""
     metric = None if influence is None else root_of(influence.metric)
@@ -163,7 +163,7 @@ def _passes(model: nn.Module, tasks: list[Task], data: Batches, work: int | None
 
 
 @dataclass
-class _Sums:
+class _LayerSums:
     """Of one layer, over calls and batches: Σ x̂ x̂ᵀ (G, d, d), Σ y x̂ᵀ (G, f/G, d), the number of samples.
 
     `inputs` and `outputs` are Σ x̂ (G, d) and Σ y (G, f/G).
@@ -188,7 +188,7 @@ class _Sums:
             self.cross = self.cross + outputs.transpose(1, 2) @ rows
             self.outputs = self.outputs + outputs.sum(1)
 
-    def target(self, weight: Tensor, bias: Tensor, layer: Layer, least: float, centred: bool) -> _Target:
+    def target(self, weight: Tensor, bias: Tensor, layer: Layer, least: float, centred: bool) -> _PairTarget:
         share = max(least, share_for(self.count, self.square.shape[-1]))
         square, cross = self.square / self.count, self.cross / self.count
         means: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -201,20 +201,22 @@ class _Sums:
             cross = cross - bias.to(cross).expand(layer.filters).reshape(outputs.shape)[:, :, None] * inputs[:, None, :]
         moment = shrunk(square, share)
         if not cross.ndim or not bool(moment.diagonal(dim1=1, dim2=2).sum(1).all()):
-            return _Target(weight, moment, *means)
+            return _PairTarget(weight, moment, *means)
         plain = precise(canonical(weight, layer).flatten(2))
         wanted = (1 - share) * cross + plain @ (moment - (1 - share) * square)
         solved = torch.linalg.solve(moment, wanted.transpose(1, 2)).transpose(1, 2)
-        return _Target(stored(solved.reshape(layer.canonical_shape), layer), moment, *means)
+        return _PairTarget(stored(solved.reshape(layer.canonical_shape), layer), moment, *means)
 
 
-def _side_by_side(model: nn.Module, small: nn.Module, tasks: list[Task], data: Batches, seed: int) -> dict[str, _Sums]:
+def _side_by_side(
+    model: nn.Module, small: nn.Module, tasks: list[Task], data: Batches, seed: int
+) -> dict[str, _LayerSums]:
     """What layers get in the small network and give in the original, summed up over the data.
 
     What follows after them is not computed, once the original network has shown how often each of them is called.
     """
     layers = [layer for _, layer in tasks]
-    sums = {layer.name: _Sums(torch.Generator().manual_seed(seed)) for layer in layers}
+    sums = {layer.name: _LayerSums(torch.Generator().manual_seed(seed)) for layer in layers}
     often: dict[str, int] = {}
     with undisturbed(model), undisturbed(small):
         for batch in batches(data):

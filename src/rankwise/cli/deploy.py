@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 
 from rankwise.cli import show
 from rankwise.cli.options import JsonOpt
-from rankwise.deploy.bench import ENGINES, Job, bench
+from rankwise.deploy.bench import ENGINES, BenchJob, bench
 from rankwise.deploy.export import TARGETS
 from rankwise.deploy.export import export as write
 from rankwise.errors import RankwiseError
@@ -51,7 +51,7 @@ def bench_command(
     """Time, memory and file size of a compressed network against the dense one."""
     _need_folder(folder)
     given: dict[str, Any] = {} if threads is None else {"threads": _numbers("--threads", threads)}
-    job = Job(
+    job = BenchJob(
         str(folder),
         base,
         input,

@@ -82,7 +82,7 @@ def run(
 def _watched_run(
     study: Study,
     out: str,
-    engine: runner.Engines,
+    engine: runner.MakeWorkers,
     only: list[str],
     again: bool,
     as_json: bool,
@@ -115,7 +115,7 @@ def _told(row: dict[str, Any]) -> str:
     return f"CR-P {row['CR-P']:.1f} %, {name} {score[metric]:.2f} % ({change:+.2f}), {row['seconds']['all']:.1f} s"
 
 
-def _engine(ray: str | None, workers: int | None, study: Study) -> runner.Engines:
+def _engine(ray: str | None, workers: int | None, study: Study) -> runner.MakeWorkers:
     """From the number of cells that are missing to where they run."""
     if ray is not None:
         return lambda count: places.Ray(ray, workers)

@@ -22,7 +22,7 @@ from rankwise.pruning.graph import Links, Place, follow
 from rankwise.pruning.trials import random_copy, why_not
 from rankwise.surgery.coverage import DEPTHWISE, HOOKS, OTHER_KIND, tied_to
 from rankwise.surgery.forward import Example, observe
-from rankwise.surgery.narrow import Part, part_of
+from rankwise.surgery.narrow import Prunable, part_of
 
 UNSEEN = "the example's forward pass does not show where its filters go"
 ONE = "it has one channel only"
@@ -58,7 +58,7 @@ class Channels:
     """All groups of a network, the modules they touch in the network's order, and what the whole network costs."""
 
     groups: tuple[Group, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Prunable, ...]
     whole: Cost
 
     @property
@@ -87,7 +87,7 @@ def cost(channels: Channels, groups: Sequence[Group], kept: Sequence[int]) -> Co
     return Cost(params, macs)
 
 
-def _left(part: Part, gone: dict[tuple[str, str], int]) -> tuple[int, int]:
+def _left(part: Prunable, gone: dict[tuple[str, str], int]) -> tuple[int, int]:
     out, into = gone.get((part.name, "out"), 0), gone.get((part.name, "in"), 0)
     return part.outputs - out, part.inputs - (out if part.own else into)
 
@@ -116,7 +116,7 @@ def _rest(wide: int, gone: set[int]) -> tuple[int, ...] | None:
     return tuple(i for i in range(wide) if i not in gone) if gone else None
 
 
-def _whole(part: Part) -> Cost:
+def _whole(part: Prunable) -> Cost:
     return part.cost(part.outputs, part.inputs)
 
 
@@ -166,7 +166,7 @@ def find_channels(
     return _tried(channels, probe, example)
 
 
-def _blocked(model: nn.Module, coverage: Coverage, parts: dict[str, Part]) -> dict[str, str]:
+def _blocked(model: nn.Module, coverage: Coverage, parts: dict[str, Prunable]) -> dict[str, str]:
     """Modules that must not change, and why."""
     fine = (DEPTHWISE, HOOKS, OTHER_KIND)
     found = {s.name: s.reason for s in coverage.skipped if s.reason not in fine}
@@ -181,7 +181,7 @@ def _blocked(model: nn.Module, coverage: Coverage, parts: dict[str, Part]) -> di
     return found
 
 
-def _groups(links: Links, parts: dict[str, Part], blocked: dict[str, str]) -> list[Group]:
+def _groups(links: Links, parts: dict[str, Prunable], blocked: dict[str, str]) -> list[Group]:
     """Channels with the same places and the same reason to stay, in the order of the network."""
     order = {name: i for i, name in enumerate(parts)}
     reasons = links.reason()

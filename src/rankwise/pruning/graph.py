@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from rankwise.errors import RankwiseError, need
 from rankwise.surgery.forward import Example, run_example, tensors_of
-from rankwise.surgery.narrow import Part, part_of
+from rankwise.surgery.narrow import Prunable, part_of
 
 Place = tuple[str, str, int]  # module, "out" or "in", index
 Names = dict[nn.Module, str]
@@ -120,7 +120,7 @@ def follow(model: nn.Module, example: Example) -> Links:
     return links
 
 
-def _spread(links: Links, graph: Any, names: Names, parts: dict[nn.Module, Part], root: nn.Module) -> None:
+def _spread(links: Links, graph: Any, names: Names, parts: dict[nn.Module, Prunable], root: nn.Module) -> None:
     """Follow the outputs of one layer along torch-pruning's dependencies, as far as there is something new.
 
     A node is left where a reason to stay is found: whoever is behind it finds it too, from its own side.
@@ -193,7 +193,7 @@ def _set(dependencies: Iterable[Any], target: Any, mapping: Any) -> None:
 
 
 def _link(
-    links: Links, graph: Any, names: Names, parts: dict[nn.Module, Part], root: str, dep: Any, places: list[Any]
+    links: Links, graph: Any, names: Names, parts: dict[nn.Module, Prunable], root: str, dep: Any, places: list[Any]
 ) -> list[Any]:
     """Note one module that must change with outputs of the layer `root`; the places from where to go on."""
     module = dep.target.module

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankwise.errors import RankwiseError
-from rankwise.reports.curves import DELTAS, Line, Pair, Panel, Point, Row, Stage, all_or_none, change_of, panels
+from rankwise.reports.curves import DELTAS, CurvePoint, Line, Pair, Panel, Row, Stage, all_or_none, change_of, panels
 from rankwise.reports.curves import delta_table as largest
 
 AVERAGES = ("curves", "repeats")
@@ -52,7 +52,7 @@ def _about(rows: list[Row], panel: Panel, stage: Stage, line: Line) -> dict[str,
     return {**{key: first.get(key) for key in _ABOUT}, **share}
 
 
-def _point(rows: list[Row], panel: Panel, stage: Stage, point: Point) -> dict[str, Any]:
+def _point(rows: list[Row], panel: Panel, stage: Stage, point: CurvePoint) -> dict[str, Any]:
     mine = [rows[i] for i in point.rows]
     scored = ("reference", "compressed", *(["retrained"] if stage.when == "retrained" else []))
     scores = {when: all_or_none([(row.get(when) or {}).get(panel.metric) for row in mine]) for when in scored}
@@ -120,7 +120,7 @@ def _entries(rows: list[Row], deltas: Sequence[float]) -> Iterator[tuple[tuple[o
             yield (*curve, delta), {**about, "delta": float(delta), **most, "repeats": repeats}
 
 
-def _most(rows: list[Row], stage: Stage, point: Point) -> dict[str, Any]:
+def _most(rows: list[Row], stage: Stage, point: CurvePoint) -> dict[str, Any]:
     top5 = _mean(_top5([rows[i] for i in point.rows], stage))
     cut = {"CR-P": _mean(point.cut["params"]), "CR-F": _mean(point.cut["macs"])}
     return {"change": point.change[0], "top5": top5, **cut, "asked": point.asked, "n": len(point.rows)}

@@ -13,7 +13,7 @@ from rankwise.errors import RankwiseError
 from rankwise.methods import settings_for
 from rankwise.models.spec import parse
 from rankwise.planning.budget import Budget
-from rankwise.studies.study import MODES, Entry, Network, Study
+from rankwise.studies.study import MODES, Entry, Study, StudyNetwork
 from rankwise.training.recipes import change, get_recipe
 
 _STUDY = [
@@ -91,7 +91,7 @@ def _check(study: Study, where: str) -> None:
         raise RankwiseError(f"{where} asks for the same cell twice: name every network, keep and share once")
 
 
-def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None] | None, where: str) -> Network:
+def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None] | None, where: str) -> StudyNetwork:
     files.strict(data, _NETWORK, f"a network of {where}")
     model = files.field(data, "model", str, f"a network of {where}")
     if parse(model).kind == "folder":
@@ -111,7 +111,7 @@ def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None]
     for key in ("cpus", "gpus"):
         if not files.typed(data.get(key, 0), float, f"{key!r} of {where}") >= 0:
             raise RankwiseError(f"{key} = {data[key]} of {where}: give a number from 0 on")
-    return Network(
+    return StudyNetwork(
         model=model,
         data=files.field(data, "data", str, where),
         recipe=recipe.to_json(),

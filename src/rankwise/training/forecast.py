@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from rankwise.calibration.fit import apply_fitted
 from rankwise.calibration.output_metric import add_answers, variance_of
-from rankwise.compression import Seen
+from rankwise.compression import Observations
 from rankwise.core.moments import Moments
 from rankwise.data.augment import IGNORED
 from rankwise.data.splits import Split
@@ -59,12 +59,14 @@ class Forecast:
         return asdict(self)
 
 
-def can_forecast(plan: Plan, seen: Seen) -> bool:
+def can_forecast(plan: Plan, seen: Observations) -> bool:
     known = None not in (plan.search.objective, plan.search.variance)
     return plan.settings.get("error") == "effect" and seen.inputs is not None and known
 
 
-def forecast(model: nn.Module, plan: Plan, seen: Seen, split: Split, most: int = 2_000, seed: int = 0) -> Forecast:
+def forecast(
+    model: nn.Module, plan: Plan, seen: Observations, split: Split, most: int = 2_000, seed: int = 0
+) -> Forecast:
     """For a plan and what was seen for it (`Compression.seen`), on up to `most` inputs of a split."""
     if not can_forecast(plan, seen) or seen.inputs is None:
         raise RankwiseError(

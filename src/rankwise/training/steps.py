@@ -39,7 +39,7 @@ from rankwise.training import penalties
 from rankwise.training import resume as states
 from rankwise.training.dataset import Material, open_material
 from rankwise.training.evaluate import evaluate
-from rankwise.training.loop import Hooks, Job, Penalty, Watch, retraining, train_, training
+from rankwise.training.loop import Hooks, Penalty, TrainingJob, TrainingWatch, retraining, train_, training
 from rankwise.training.processes import Engine, make_engine
 from rankwise.training.recipes import Recipe
 from rankwise.training.results import provenance, write_row
@@ -65,7 +65,7 @@ class Run:
     split: str = "test"
     limit: int | None = None
     size: int | None = None
-    watch: Watch | None = None
+    watch: TrainingWatch | None = None
     teacher: Path | None = None
 
 
@@ -89,7 +89,9 @@ def _open(run: Run, name: str, engine: Engine) -> _Session:
     return _Session(replace(run, recipe=replace(run.recipe, augment=material.augment)), engine, material)
 
 
-def train(spec: str, run: Run, weights: Path | None = None, target: penalties.Target | None = None) -> dict[str, Any]:
+def train(
+    spec: str, run: Run, weights: Path | None = None, target: penalties.SizeTarget | None = None
+) -> dict[str, Any]:
     """Train the network `spec` from random weights, or from those in a file or a folder; returns the row.
 
     With a `target`, by learning–compression: the network ends near one of that size.
@@ -188,7 +190,7 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
     whole = find_layers(model, torch.zeros(1, *material.shape))
     reference = session.score(model)
     if rounds.loop == "lc":
-        target = penalties.Target(int(run.recipe.alpha**rounds.count * whole.params), rounds.method, rounds.exclude)
+        target = penalties.SizeTarget(int(run.recipe.alpha**rounds.count * whole.params), rounds.method, rounds.exclude)
         rows.append(train(spec, replace(run, out=run.out / "lc"), weights, target))
         model = networks.build(str(run.out / "lc"))
     for i in range(rounds.count if rounds.loop == "lc" else 1, rounds.count + 1):
@@ -293,7 +295,7 @@ def _claim(run: Run, engine: Engine) -> dict[str, Any] | None:
 def _work(
     model: nn.Module,
     plan: Plan | None,
-    job: Job,
+    job: TrainingJob,
     what: dict[str, Any],
     session: _Session,
     penalty: Penalty | None = None,
