@@ -153,3 +153,26 @@ def test_the_name_of_a_class_says_which() -> None:
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name.strip("_"), []).append(str(path.relative_to(SOURCE)))
     assert not {name: files for name, files in where.items() if len(files) > 1}
+
+
+def bound(path: Path) -> dict[str, str]:
+    """Names that a file defines at its top, with what each of them is."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = f"defined in {path.name}"
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+            found |= dict.fromkeys(names, f"assigned in {path.name}")
+    return found
+
+
+@pytest.mark.parametrize("package", sorted({path.parent for path in FILES}), ids=lambda p: p.name)
+def test_no_name_hides_a_module(package: Path) -> None:
+    """`rankwise.x.y` is the module y of the package x, whatever was imported before."""
+    name = ".".join(("rankwise", *package.relative_to(SOURCE).parts))
+    modules = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/__init__.py")}
+    hidden = {n: what for n, what in bound(package / "__init__.py").items() if n in modules and what != f"{name}.{n}"}
+    assert not hidden
