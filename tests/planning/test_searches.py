@@ -204,7 +204,7 @@ def test_minimax_is_the_brute_force_optimum(
     assert (plan is None) == (best is None)
     if plan is not None:
         assert worst(plan, measure) == pytest.approx(best, abs=1e-9)
-        assert plan.search["objective"] == worst(plan, measure)
+        assert plan.search.objective == worst(plan, measure)
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])
@@ -323,12 +323,12 @@ def test_a_single_start_depends_on_the_seed() -> None:
     model[0].weight.data, model[1].weight.data = a, torch.diag(torch.tensor([1, 0.3, 0.2, 0.1]))
     table = rw.build_table(model, groups=[1, 2])
     found = {
-        round(rw.allocate(table, rw.Budget(params=28), method="alds", seed=s, starts=1).search["objective"], 6)
+        round(rw.allocate(table, rw.Budget(params=28), method="alds", seed=s, starts=1).search.objective, 6)
         for s in range(20)
     }
     assert found == {0.3, 0.8}
     for changes in ({"method": "alds"}, {"search": "minimax", "error": "bound"}):
-        assert rw.allocate(table, rw.Budget(params=28), **changes).search["objective"] == pytest.approx(0.3)
+        assert rw.allocate(table, rw.Budget(params=28), **changes).search.objective == pytest.approx(0.3)
 
 
 def test_alternate_starts_15_times_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,8 +436,8 @@ def test_sum_is_within_its_gap_on_networks(
     assert (plan is None) == (best is None)
     if plan is not None:
         value = sum(c.error[measure] for c in plan.choices)
-        assert plan.search["objective"] == pytest.approx(value, abs=1e-9)
-        assert value * (1 - plan.search["gap"]) <= best + 1e-9
+        assert plan.search.objective == pytest.approx(value, abs=1e-9)
+        assert value * (1 - plan.search.gap) <= best + 1e-9
         if not cap:
             assert value <= best * 1.005 + 1e-9
 
@@ -805,7 +805,7 @@ def test_minimax_evaluates_few_entries_of_exact(
             full.cache[layer.name, option, "exact"] = Curve(values, values)
     whole = rw.allocate(full, budget, search="minimax", error="exact")
     assert [(c.name, c.option, c.rank) for c in plan.choices] == [(c.name, c.option, c.rank) for c in whole.choices]
-    assert plan.search["objective"] == pytest.approx(whole.search["objective"], abs=1e-9)
+    assert plan.search.objective == pytest.approx(whole.search.objective, abs=1e-9)
 
 
 @settings(deadline=None, max_examples=100)

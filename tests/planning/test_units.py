@@ -69,7 +69,7 @@ def test_a_plan_in_bytes_is_the_plan_in_params(search: str) -> None:
         ours = find_plan(ready, rw.Budget(bytes=keep), settings, "auto")
         theirs = find_plan(ready, rw.Budget(params=keep), settings, "auto")
         assert ours.layers == theirs.layers
-        assert ours.search["bytes"]["after"] == 4 * ours.after.params <= keep * 4 * ours.before.params
+        assert ours.search.other["bytes"]["after"] == 4 * ours.after.params <= keep * 4 * ours.before.params
         assert ours.keep("bytes") == theirs.keep("params") == ours.keep()
         assert rw.Plan.loads(ours.dumps()) == ours
 
@@ -83,7 +83,7 @@ def test_a_new_unit_goes_with_others_and_through_every_door(tmp_path: Path) -> N
     plan = rw.allocate(ready, budget)
     assert plan.keep("bytes") <= 0.6
     assert plan.keep("macs") <= 0.7
-    assert sum(4 * p.numel() for p in rw.apply_plan(model, plan).parameters()) == plan.search["bytes"]["after"]
+    assert sum(4 * p.numel() for p in rw.apply_plan(model, plan).parameters()) == plan.search.other["bytes"]["after"]
     rw.save(rw.apply_plan(model, plan), plan, tmp_path / "out")
     assert rw.Plan.load(tmp_path / "out" / "plan.json") == plan
     assert plan.budget.to_json() == {"macs": 0.7, "bytes": 0.6}
@@ -106,8 +106,8 @@ def test_errors_speak_of_the_new_unit() -> None:
     assert "at most 5 bytes are asked for" in said
     least = int(said.split("least possible is ")[1].split(" (")[0].replace(",", ""))
     keep = float(said.split("(keep ")[1].split(")")[0])
-    assert rw.allocate(ready, rw.Budget(bytes=least)).search["bytes"]["after"] == least
-    assert rw.allocate(ready, rw.Budget(bytes=keep)).search["bytes"]["after"] >= least
+    assert rw.allocate(ready, rw.Budget(bytes=least)).search.other["bytes"]["after"] == least
+    assert rw.allocate(ready, rw.Budget(bytes=keep)).search.other["bytes"]["after"] >= least
     assert "bytes=VALUE" in check_sentence(lambda: read_budget(None, ["grams=3"]))
     assert "bytes=0.0" in check_sentence(lambda: rw.Budget(bytes=0.0))
     assert "bytes" in check_sentence(lambda: rw.allocate(ready, rw.Budget(params=0.9)).keep("bytes"))
@@ -232,7 +232,7 @@ def test_menus_follow_the_times_that_a_table_has_now() -> None:
             for o in ready.options(la):
                 ranks = (1, 2, 64)
                 seconds = np.array(ranks) * (1.0 if la.name == slow else 1e-3)
-                pairs[la.name, o.fold, o.groups] = (ranks, tuple(seconds.tolist()))
+                pairs[la.name, o.fold, o.slices] = (ranks, tuple(seconds.tolist()))
         return Times(0.0, dict.fromkeys(layers, 0.01), pairs)
 
     for _ in range(20):

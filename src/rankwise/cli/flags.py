@@ -38,12 +38,12 @@ def read_budget(keep: float | None, parts: list[str] | None) -> Budget:
     return Budget(**values)
 
 
-def read_groups(text: str | None) -> str | list[int] | None:
+def read_slices(text: str | None) -> str | list[int] | None:
     if text is None or text in ("all", "any"):
         return text
     parts = text.split(",")
     if not all(p.strip().isdigit() for p in parts):
-        raise RankwiseError(f"--groups {text} is not understood: give all, any, a number or a list such as 1,2,4")
+        raise RankwiseError(f"--slices {text} is not understood: give all, any, a number or a list such as 1,2,4")
     return [int(p) for p in parts]
 
 

@@ -25,7 +25,7 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -135,16 +135,10 @@ def remarks(plan: Plan) -> list[str]:
         "calibration": "fitted on calibration inputs, without labels",
     }
     said = [looked.get(plan.inputs or "", "")]
-    latency = plan.search.get("latency")
-    if isinstance(latency, dict) and isinstance(latency.get("measured"), int | float):
-        said.append(f"time measured for the plan: {latency['measured']:.3f} of the dense network")
+    latency = plan.search.latency
+    if latency is not None and latency.measured is not None:
+        said.append(f"time measured for the plan: {latency.measured:.3f} of the dense network")
     return [text for text in said if text]
-
-
-def warnings(plan: Plan) -> list[str]:
-    """What was done otherwise than was asked for; older plans have it in their search."""
-    old = plan.search.get("warning")
-    return [*plan.warnings, *([old] if isinstance(old, str) else [])]
 
 
 def measured_time(time: dict[str, float]) -> str:
@@ -199,14 +193,12 @@ def _of(kept: tuple[int, ...] | None, wide: int) -> str:
 
 
 def held_filters(plan: Plan) -> list[str]:
-    """Filters that must stay and why, as the search of a plan says; a plan that was edited may say anything."""
+    """Filters that must stay and why, as the search of a plan says."""
     said = []
-    groups = plan.search.get("whole")
-    for group in groups if isinstance(groups, list) else ():
-        layers = group.get("layers") if isinstance(group, dict) else None
-        if isinstance(layers, list) and layers:
-            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
-            said.append(f"{group.get('channels')} filters of {layers[0]}{more} ({group.get('reason')})")
+    for group in plan.search.whole or ():
+        if group.layers:
+            more = f" and {len(group.layers) - 1} more" if len(group.layers) > 1 else ""
+            said.append(f"{group.channels} filters of {group.layers[0]}{more} ({group.reason})")
     return said
 
 

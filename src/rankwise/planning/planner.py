@@ -15,6 +15,7 @@ from rankwise.decompositions import DECOMPOSITIONS, PLAIN, Selection, cost_at
 from rankwise.decompositions.clusters import check_clustering
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
+from rankwise.planning.findings import Findings, Latency
 from rankwise.planning.knapsack import least_sum
 from rankwise.planning.menu import Menu, Point, Rules, menus
 from rankwise.planning.minimax import Solution, alternate, combine, constant, minimax
@@ -84,7 +85,8 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
     if budget is None and not needs_budget(settings):
         points = signal_points(table, settings.decompositions[0], settings.error)
         reached = Budget(params=_after(table, points).params)
-        return _make_plan(table, points, reached, settings, method, model, {"ranks": "vbmf"})
+        plan = _make_plan(table, points, reached, settings, Findings(ranks="vbmf"))
+        return replace(plan, method=method, model=model)
     if not isinstance(budget, Budget):
         raise RankwiseError(f"a Budget is needed, and {budget!r} was given: for instance Budget(params=0.4)")
     if settings.error == "exact" and table.weights is not None:
@@ -107,13 +109,11 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
     if solution is None:
         raise _cannot_be_met(table, offered, limits, fixed)
     able = {m.layer.name for m in offered if m.offers}
-    findings = {
-        **_findings(solution),
-        **_reached(table, budget, solution.points, fixed),
-        **_times(table, solution.points),
-    }
-    plan = _make_plan(table, solution.points, budget, settings, method, model, findings, able)
-    return plan.warned(*_given_up(table, faster, offered, solution.points))
+    findings = replace(
+        _findings(solution, _times(table, solution.points)), other=_reached(table, budget, solution.points, fixed)
+    )
+    plan = _make_plan(table, solution.points, budget, settings, findings, able)
+    return replace(plan, method=method, model=model).warned(*_given_up(table, faster, offered, solution.points))
 
 
 def _offers(table: Table, budget: Budget, settings: Settings, never_slower: bool) -> list[Menu]:
@@ -157,22 +157,23 @@ def _given_up(table: Table, faster: list[Menu], offered: list[Menu], points: lis
 
 
 def _reached(table: Table, budget: Budget, points: list[Point], fixed: Sequence[int]) -> dict[str, Any]:
-    """What the network has before and after in units of the budget that are no part of a `Cost`."""
+    """What the network has before and after in units of the budget that are neither part of a `Cost` nor time."""
     found = {}
     for i, name in enumerate(budget.units):
         before = UNITS[name].total(table.coverage, table.times)
         after = fixed[i] + sum(point.cost[i] for point in points)
         found[name] = {"before": before, "after": after, "keep": after / before if before else 1.0}
-    return {name: counts for name, counts in found.items() if name not in Cost.__dataclass_fields__}
+    known = (*Cost.__dataclass_fields__, LATENCY.name)
+    return {name: counts for name, counts in found.items() if name not in known}
 
 
-def _times(table: Table, points: list[Point]) -> dict[str, Any]:
+def _times(table: Table, points: list[Point]) -> Latency | None:
     """What the plan should take by the measured times: the network, each layer before and after, and slower ones."""
     times = table.times
     if times is None:
-        return {}
+        return None
     layers = {
-        la.name: [times.seconds(la, None, 0), times.seconds(la, p.option, p.rank)]
+        la.name: (times.seconds(la, None, 0), times.seconds(la, p.option, p.rank))
         for la, p in zip(table.coverage.layers, points, strict=True)
         if p.option is not None
     }
@@ -180,10 +181,9 @@ def _times(table: Table, points: list[Point]) -> dict[str, Any]:
     whole = (times.fixed + sum(times.dense(la.name) for la in table.coverage.layers)) / NANO
     after = whole + sum(pair - dense for dense, pair in layers.values())
     if math.isnan(after):
-        return {}  # options that nobody measured, and nobody asked for time
-    slower = [name for name, (dense, pair) in layers.items() if pair > dense]
-    found = {"before": before, "after": after, "keep": after / before if before else 1.0, "layers": layers}
-    return {LATENCY.name: {**found, "slower": slower, "timing": dict(times.timing)}}
+        return None  # options that nobody measured, and nobody asked for time
+    slower = tuple(name for name, (dense, pair) in layers.items() if pair > dense)
+    return Latency(before, after, after / before if before else 1.0, layers, slower, dict(times.timing))
 
 
 def _make_plan(
@@ -191,17 +191,18 @@ def _make_plan(
     points: list[Point],
     budget: Budget,
     settings: Settings,
-    method: str,
-    model: str,
-    findings: dict[str, Any],
+    findings: Findings,
     able: set[str] | None = None,
 ) -> Plan:
-    """What becomes of every layer, written down; `able` are the layers that had something to choose."""
+    """What becomes of every layer, written down, for a network and by a method that the caller names.
+
+    `able` are the layers that had something to choose.
+    """
     layers = table.coverage.layers
     entries = [_entry(table, la, p, settings.error, able) for la, p in zip(layers, points, strict=True)]
     return Plan(
-        model=model,
-        method=method,
+        model="",
+        method="",
         budget=budget,
         before=Cost(table.coverage.params, table.coverage.macs),
         after=_after(table, points),
@@ -228,15 +229,14 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _findings(solution: Solution) -> dict[str, Any]:
-    found: dict[str, Any] = {"objective": float(solution.objective)}
-    if solution.gap is not None:
-        found["gap"] = float(solution.gap)
-    if solution.price is not None:
-        found["price"] = float(solution.price)
-    if solution.trace:
-        found["trace"] = [float(e) for e in solution.trace]
-    return found
+def _findings(solution: Solution, latency: Latency | None) -> Findings:
+    return Findings(
+        objective=float(solution.objective),
+        gap=None if solution.gap is None else float(solution.gap),
+        price=None if solution.price is None else float(solution.price),
+        trace=tuple(map(float, solution.trace)) or None,
+        latency=latency,
+    )
 
 
 def _cost(layer: Layer, point: Point) -> Cost:
