@@ -21,7 +21,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.calibration.activations import batches
-from rankwise.calibration.distill import recover_
+from rankwise.calibration.distill import Effort, recover_
 from rankwise.compression import Compression, Request
 from rankwise.data import splits
 from rankwise.training.evaluate import evaluate
@@ -53,11 +53,11 @@ def main() -> None:
             if kept is not None:
                 rw.save(small, plan, kept)
             told = f"{unit} −{removed} % | " + " | ".join(f"{100 * (1 - plan.keep(u)):.1f}" for u in ("params", "macs"))
-            effect = plan.search["objective"]
+            effect = plan.search.objective
             say(f"| {mode} | {told} | {evaluate(small, test).top1 - base:+.2f} | {effect:.4f} | {seconds} |")
             if args.recover:
                 start = time.perf_counter()
-                recover_(small, model, inputs, args.recover)
+                recover_(small, model, inputs, Effort(args.recover))
                 seconds = f"{time.perf_counter() - start:.0f} for recovery alone"
                 say(f"| {mode}, recovered | {told} | {evaluate(small, test).top1 - base:+.2f} | | {seconds} |")
                 if kept is not None:

@@ -142,7 +142,7 @@ def request(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
         "plan": choices,
         "weights": weights.hexdigest()[:16],
         "outputs": [float(outputs.double().sum()), float(outputs.double().square().sum())],
-        "objective": plan.search.get("objective"),
+        "objective": plan.search.objective,
     }
 
 

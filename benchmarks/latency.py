@@ -27,9 +27,9 @@ from common import SHARED, machine, say
 from torch import nn
 
 import rankwise as rw
-from rankwise.calibration.activations import batches
 from rankwise.calibration.effect_table import effect_table
 from rankwise.calibration.fit import apply_fitted
+from rankwise.calibration.inputs import find_inputs
 from rankwise.data import splits
 from rankwise.decompositions import FITTED, PLAIN
 from rankwise.methods import AUTO
@@ -82,7 +82,7 @@ class Bench:
         self.settings, self.inputs, self.influence = AUTO, None, {}
         if name == "resnet20" and args.data:
             self.settings = replace(self.settings, error="effect", decompositions=(*FITTED, PLAIN.name))
-            self.inputs = list(batches(splits.load(f"parquet:{args.data}", "fit").thin(IMAGES)))
+            self.inputs = find_inputs(self.model, None, splits.load(f"parquet:{args.data}", "fit").thin(IMAGES), None)
             self.table, self.influence = effect_table(self.model, self.coverage, self.settings, self.inputs)
         else:
             self.table = rw.build_table(self.model, self.example, exclude=args.exclude)
@@ -183,10 +183,10 @@ def _tables(bench: Bench) -> list[str]:
         text = f"{plan.budget}{', never slower' if not fuse else ', folded'}"
         say(
             f"| {text} | {plan.keep():.3f} | {plan.keep('macs'):.3f} | {len(plan.choices)} "
-            f"| {len(plan.search['latency']['slower'])} | {plan.keep('latency'):.3f} | {measured:.3f} "
+            f"| {len(plan.search.latency.slower)} | {plan.keep('latency'):.3f} | {measured:.3f} "
             f"| {100 * (plan.keep('latency') / measured - 1):+.0f} % |"
         )
-        for ask, told, took in plan.search["latency"].get("rounds", ()):
+        for ask, told, took in plan.search.latency.rounds or ():
             say(f"| … asked for {ask:.3f} | | | | | {told:.3f} | {took:.3f} | {100 * (told / took - 1):+.0f} % |")
         if {u: v for u, v in budget.items() if u != "never_slower"} == bench.about.budget:
             row.append(
@@ -205,7 +205,8 @@ def _accuracy(bench: Bench, args: argparse.Namespace) -> None:
     say("| method | asked | params | macs | measured | change in top-1 |\n| --- | --- | ---: | ---: | ---: | ---: |")
     plan = bench.plan(True, **bench.about.budget)
     assert plan is not None
-    small = bench.finished(apply_fitted(bench.model, plan, bench.inputs or [], bench.influence), True, plan.layout)
+    assert bench.inputs is not None
+    small = bench.finished(apply_fitted(bench.model, plan, bench.inputs, bench.influence), True, plan.layout)
     measured = bench.measure(small)[0]
     limit, layout = max(measured, bench.about.limit), plan.layout
     _row("auto", plan, measured, evaluate(small, test).top1 - base)

@@ -60,8 +60,16 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
+def as_format_1(path: Path) -> None:
+    """A plan as it was written before slices had their name."""
+    body = json.loads(path.read_text())
+    body["format"] = 1
+    body["layers"] = [{"groups" if k == "slices" else k: v for k, v in e.items()} for e in body["layers"]]
+    path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n")
+
+
 def with_plans(folder: Path, keeps: tuple[float, ...] = (0.2, 0.4, 0.6)) -> Path:
-    """Rows of a digits-cnn with real plans by two methods; scores and spectra are invented, and one run failed."""
+    """Rows of a digits-cnn with real plans by two methods, some of format 1; scores and spectra are invented."""
     torch.manual_seed(0)
     model = networks.build("digits-cnn").eval()
     table = rw.build_table(model, torch.zeros(1, 1, 8, 8), groups="all")
@@ -75,6 +83,8 @@ def with_plans(folder: Path, keeps: tuple[float, ...] = (0.2, 0.4, 0.6)) -> Path
             plan = rw.allocate(table, rw.Budget(params=keep), method=method, model="digits-cnn")
             name = f"plans/{method}-{keep:g}.json"
             plan.save(folder / name)
+            if keep == keeps[0]:
+                as_format_1(folder / name)
             for repeat in (0, 1):
                 top1 = 91 - 3 * (1 - keep) * (1 + (method == "svd")) - repeat / 4
                 body = {"n": 355, "top1": top1 + 0.7, "top5": None, "loss": 0.1}

@@ -47,7 +47,7 @@ def missing(folder: str, count: int) -> list[str]:
 
 
 def main(engine: str, folder: str, count: int, seconds: float) -> int:
-    jobs = [workers.Job(name, slow, (folder, name, seconds)) for name in missing(folder, count)]
+    jobs = [workers.StudyJob(name, slow, (folder, name, seconds)) for name in missing(folder, count)]
     make = {"here": workers.Here, "pool": lambda: workers.Pool(2), "ray": lambda: workers.Ray("local", 2)}[engine]
     try:
         with make() as place:  # type: ignore[operator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -109,3 +110,69 @@ def test_hooks_are_hung_in_one_place() -> None:
     assert hangs == {"surgery/hooks.py"}
     assert not takes_down
     assert stops == {"surgery/forward.py"}
+
+
+# ---- names -----------------------------------------------------------------------------------------------
+
+MOST = 7  # parameters of a function, self not counted
+# The public names whose keywords are a part of the contract.
+LONG = {("compression/job.py", "compress"), ("methods.py", "build_table"), ("timing/cost_model.py", "measure_times")}
+
+
+def commands() -> set[tuple[str, str]]:
+    """File and name of every function behind a command: its parameters are the flags."""
+    from rankwise.cli.app import app
+
+    found = [info.callback for info in app.registered_commands if info.callback is not None]
+    return {(str(Path(inspect.getfile(f)).relative_to(SOURCE)), f.__name__) for f in found}
+
+
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = node.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return [one.arg for one in every if one is not None and one.arg not in ("self", "cls")]
+
+
+def test_no_function_takes_many_parameters() -> None:
+    """Things that travel together are one value."""
+    long = {
+        (str(path.relative_to(SOURCE)), node.name)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(parameters(node)) > MOST
+    }
+    assert long >= LONG, "who is short by now needs no exception"
+    assert long - LONG <= commands(), sorted(long - LONG - commands())
+
+
+def test_the_name_of_a_class_says_which() -> None:
+    """One class for a name in the whole house, whether it is private or not."""
+    where: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name.strip("_"), []).append(str(path.relative_to(SOURCE)))
+    assert not {name: files for name, files in where.items() if len(files) > 1}
+
+
+def bound(path: Path) -> dict[str, str]:
+    """Names that a file defines at its top, with what each of them is."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = f"defined in {path.name}"
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+            found |= dict.fromkeys(names, f"assigned in {path.name}")
+    return found
+
+
+@pytest.mark.parametrize("package", sorted({path.parent for path in FILES}), ids=lambda p: p.name)
+def test_no_name_hides_a_module(package: Path) -> None:
+    """`rankwise.x.y` is the module y of the package x, whatever was imported before."""
+    name = ".".join(("rankwise", *package.relative_to(SOURCE).parts))
+    modules = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/__init__.py")}
+    hidden = {n: what for n, what in bound(package / "__init__.py").items() if n in modules and what != f"{name}.{n}"}
+    assert not hidden

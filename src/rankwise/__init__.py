@@ -1,10 +1,10 @@
 """rankwise: decides for every layer of a trained network how to decompose it, and how far."""
 
+from rankwise import networks
 from rankwise.compression import compress
 from rankwise.core.layer import Coverage, Layer, Skipped
 from rankwise.errors import RankwiseError
 from rankwise.methods import METHODS, Method, allocate, build_table
-from rankwise.models import networks
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Choice, Plan, Pruned
 from rankwise.planning.table import Table

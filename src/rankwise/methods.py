@@ -129,7 +129,7 @@ def needs_budget(settings: Settings | Filters) -> bool:
 
 def build_table(
     model: nn.Module,
-    example: Any = None,
+    example: Example | None = None,
     folds: Folds = "all",
     slices: Slices = "all",
     exclude: Iterable[str] | str = (),
@@ -175,7 +175,7 @@ def table_for(
                 target = Target(layer, weights[layer.name], outputs=seen)
                 for one in seeing:
                     table.add(layer, one.score(target, settings.selection))
-    if settings.error == "output" and len(seeing) < len(settings.decompositions):
+    if settings.error == "output" and data is not None and len(seeing) < len(settings.decompositions):
         _measure_outputs_(table, model, weights, data)
     return table
 
@@ -188,7 +188,7 @@ def no_data(settings: Settings) -> RankwiseError:
     )
 
 
-def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: Any) -> None:
+def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: Data) -> None:
     """Add the measure `output` to every option that comes from the weights; a layer at a time leaves memory again."""
     overlapping = [layer for layer in table.coverage.layers if layer.transposed]
     outputs = output_moments(model, data, overlapping) if overlapping else {}

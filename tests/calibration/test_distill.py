@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.__main__ import main
-from rankwise.calibration.distill import MOVE, moved, read_effort, recover, recover_, varied
+from rankwise.calibration.distill import MOVE, Effort, moved, read_effort, recover, recover_, varied
 from rankwise.compression import Compression, Request
 from rankwise.data.splits import load
 from sentences import check_sentence
@@ -58,7 +58,7 @@ def test_outputs_come_closer_to_those_of_the_original() -> None:
     held_out = [x for x, _ in load("digits", "test").batches(100)]
     before = distance(model, small, held_out)
     original = {k: v.clone() for k, v in model.state_dict().items()}
-    better = recover(small, model, data, steps=60)
+    better = recover(small, model, data, Effort(60))
     assert distance(model, better, held_out) < 0.7 * before
     assert distance(model, small, held_out) == before, "recover works on a copy"
     assert all(torch.equal(v, original[k]) for k, v in model.state_dict().items())
@@ -71,7 +71,7 @@ def test_the_same_seed_gives_the_same_network_and_everything_is_put_back() -> No
     small.body.train()
     flags = {n: p.requires_grad for n, p in small.named_parameters()}
     buffers = {n: b.clone() for n, b in small.named_buffers()}
-    found = [recover(small, model, data, steps=5, seed=3) for _ in range(2)]
+    found = [recover(small, model, data, Effort(5), seed=3) for _ in range(2)]
     for a, b in zip(found[0].state_dict().values(), found[1].state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert {n: p.requires_grad for n, p in found[0].named_parameters()} == flags
@@ -84,11 +84,11 @@ def test_the_same_seed_gives_the_same_network_and_everything_is_put_back() -> No
 def test_losses_fall_and_time_is_kept() -> None:
     model, data = network(), images()
     small, _ = rw.compress(model, data[0][:1], keep=0.4, error="energy")
-    losses = recover_(small, model, data, steps=40)
+    losses = recover_(small, model, data, Effort(40))
     assert len(losses) == 40
     assert sum(losses[-5:]) < sum(losses[:5])
-    assert recover_(small, model, data, steps=10**6, seconds=0.0) == []
-    assert recover_(small, model, data, steps=0) == []
+    assert recover_(small, model, data, Effort(10**6, seconds=0.0)) == []
+    assert recover_(small, model, data, Effort(0)) == []
 
 
 def test_variations_are_mirrored_and_mixed_images() -> None:
@@ -125,9 +125,9 @@ def test_images_move_by_up_to_an_eighth() -> None:
 def test_bad_requests() -> None:
     model, data = network(), images()
     small, _ = rw.compress(model, data[0][:1], keep=0.5, error="energy")
-    assert "steps" in check_sentence(lambda: recover(small, model, data, steps=-1))
+    assert "steps" in check_sentence(lambda: Effort(-1))
     assert "empty" in check_sentence(lambda: recover(small, model, []))
-    assert "diverged" in check_sentence(lambda: recover(small, model, data, steps=50, rate=1e12))
+    assert "diverged" in check_sentence(lambda: recover(small, model, data, Effort(50, rate=1e12)))
     assert "no inputs" in check_sentence(lambda: rw.compress(model, None, keep=0.5, error="energy", recover=3))
 
 

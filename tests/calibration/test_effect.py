@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.calibration import effect_table, fit, output_metric, synthetic
+from rankwise.calibration.inputs import CALIBRATION, Inputs
 from rankwise.calibration.output_metric import influences
 from rankwise.compression import Compression, Request
 from rankwise.data import splits as images
@@ -307,7 +308,7 @@ def test_batches_of_different_sizes_of_image() -> None:
     model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)))
     batches = [random_images(4, 3, 12, 12), random_images(4, 3, 16, 10)]
     small, plan = rw.compress(model, batches[0], keep=0.5, data=batches)
-    assert plan.search["inputs"] == "calibration"
+    assert plan.search.inputs == "calibration"
     assert small(batches[1]).shape == model(batches[1]).shape
 
 
@@ -352,7 +353,7 @@ def test_the_whole_job(budget: dict[str, float], with_data: bool, tmp_path: Path
     small, plan = rw.compress(model, x[:1], **budget, **rest)
     watch.check()
     assert plan.method == "auto"
-    assert plan.search["inputs"] == ("calibration" if with_data else "synthetic")
+    assert plan.search.inputs == ("calibration" if with_data else "synthetic")
     assert plan.choices
     assert {c.decomposition for c in plan.choices} <= {"whitened", "whitened-tucker2"}
     assert plan.settings["error"] == "effect"
@@ -373,12 +374,12 @@ def test_the_whole_job(budget: dict[str, float], with_data: bool, tmp_path: Path
 
 def test_the_objective_is_the_sum_of_effects(plain: nn.Module, seen: list[Tensor]) -> None:
     _, plan = rw.compress(plain, seen[0][:1], keep=0.4, data=seen)
-    assert plan.search["objective"] == pytest.approx(sum(c.error["effect"] for c in plan.choices), rel=1e-6)
+    assert plan.search.objective == pytest.approx(sum(c.error["effect"] for c in plan.choices), rel=1e-6)
 
 
 def test_without_batch_norm_data_and_example_it_is_the_energy_as_before(plain: nn.Module) -> None:
     small, plan = rw.compress(plain, keep=0.5)
-    assert "inputs" not in plan.search
+    assert plan.search.inputs is None
     assert {c.decomposition for c in plan.choices} == {"svd"}
     wanted = rw.allocate(rw.build_table(plain), rw.Budget(params=0.5), model=plan.model)
     assert replace(plan, warnings=()) == wanted
@@ -392,7 +393,7 @@ def test_without_batch_norm_noise_is_better_than_nothing(plain: nn.Module, held_
     """On real digits the outputs move less than with weights alone; biases stay; a plan from a file is the same."""
     x = held_out[:1]
     small, plan = rw.compress(plain, x, keep=keep)
-    assert plan.search["inputs"] == "noise"
+    assert plan.search.inputs == "noise"
     blind, _ = rw.compress(plain, x, keep=keep, error="energy")
     assert moved(plain, small, held_out) < moved(plain, blind, held_out)
     for choice in plan.choices:
@@ -409,16 +410,16 @@ def test_what_is_asked_for_is_what_is_done(asked: dict[str, Any]) -> None:
     _, plan = rw.compress(model, x[:1], keep=0.5, data=[x], **asked)
     assert {c.decomposition for c in plan.choices} == {"svd"}
     assert plan.settings["error"] == "energy"
-    assert "inputs" not in plan.search
+    assert plan.search.inputs is None
 
 
 def test_without_an_example_it_works_too() -> None:
     """No example: budgets in params only, and no inputs can be made."""
     model, x = mixed(), random_images()
     _, plan = rw.compress(model, keep=0.5, data=[x])
-    assert plan.search["inputs"] == "calibration"
+    assert plan.search.inputs == "calibration"
     _, plan = rw.compress(model, keep=0.5)
-    assert "inputs" not in plan.search
+    assert plan.search.inputs is None
 
 
 @pytest.mark.parametrize("with_data", [True, False])
@@ -442,7 +443,7 @@ def test_generators_tensors_and_splits_are_data(plain: nn.Module) -> None:
     other, again = rw.compress(plain, x[:1], keep=0.4, data=list(stream()))
     assert plan == again
     assert moved(one, other, x) == 0
-    assert rw.compress(plain, x[:1], keep=0.4, data=x)[1].search["inputs"] == "calibration"
+    assert rw.compress(plain, x[:1], keep=0.4, data=x)[1].search.inputs == "calibration"
     few = images.load("digits", "calibration")
     one, plan = rw.compress(plain, x[:1], keep=0.4, data="digits")
     other, again = rw.compress(plain, x[:1], keep=0.4, data=few)
@@ -454,7 +455,7 @@ def test_generators_tensors_and_splits_are_data(plain: nn.Module) -> None:
 def test_more_to_choose_from_is_never_worse(plain: nn.Module, seen: list[Tensor], budget: dict[str, float]) -> None:
     def objective(**rest: Any) -> tuple[float, float]:
         found = rw.compress(plain, seen[0][:1], data=seen, **budget, **rest)[1].search
-        return found["objective"], found.get("gap", 0.0)
+        return found.objective, found.gap or 0.0
 
     most, gap = objective()
     for fewer in ({"groups": 1}, {"folds": (0,)}, {"groups": (1, 2), "folds": (0, 3)}):
@@ -478,7 +479,7 @@ def test_a_large_layer_is_decomposed_by_its_weights(
     assert kinds["5"] == "svd"
     assert kinds.get("2", "svd") == "svd"
     assert "effect" in next(c for c in plan.choices if c.name == "5").error
-    assert plan.search["inputs"] == "calibration"
+    assert plan.search.inputs == "calibration"
     assert plan.keep("params") <= 0.3
     assert numel(small) == plan.after.params
     monkeypatch.setattr(effect_table, "LARGEST", 0)
@@ -506,7 +507,10 @@ def test_few_options_of_a_large_layer_are_as_good_as_all(
     for small in (10_000, 0):
         monkeypatch.setattr(whitened, "SMALL", small)
         table, _ = effect_table.effect_table(
-            plain, rw.find_layers(plain, seen[0][:1]), Settings(error="effect", decompositions=("whitened",)), seen
+            plain,
+            rw.find_layers(plain, seen[0][:1]),
+            Settings(error="effect", decompositions=("whitened",)),
+            Inputs(seen, CALIBRATION),
         )
         counts.append(len(table.given))
         plans = [
@@ -559,7 +563,7 @@ def test_one_image_and_dead_channels_are_enough() -> None:
     model[1].weight.data[:5] = 0
     model[1].bias.data[:5] = -1
     small, plan = rw.compress(model, x, keep=0.5, data=[x])
-    assert plan.search["inputs"] == "calibration"
+    assert plan.search.inputs == "calibration"
     assert not plan.warnings
     assert bool(torch.isfinite(small(x)).all())
     model[1].bias.data[:] = -1  # nothing gets through
@@ -588,7 +592,7 @@ def test_other_dtypes(digits: nn.Module, seen: list[Tensor], held_out: Tensor, d
 def test_a_table_of_effects_can_be_saved(plain: nn.Module, seen: list[Tensor], tmp_path: Path) -> None:
     wanted = Settings(error="effect", decompositions=("whitened", "svd"))
     coverage = rw.find_layers(plain, seen[0][:1])
-    table, _ = effect_table.effect_table(plain, coverage, wanted, seen)
+    table, _ = effect_table.effect_table(plain, coverage, wanted, Inputs(seen, CALIBRATION))
     table.save(tmp_path / "table.safetensors")
     again = rw.Table.load(tmp_path / "table.safetensors", plain)
     rest: dict[str, Any] = {"error": "effect", "decompositions": ("whitened", "svd")}
@@ -780,7 +784,7 @@ def test_images_need_not_be_square(shape: tuple[int, ...]) -> None:
     assert all(x.shape[1:] == shape[1:] for x in found)
     assert all(bool(torch.isfinite(x).all()) for x in found)
     _, plan = rw.compress(model, torch.zeros(shape), keep=0.6)
-    assert plan.search["inputs"] == "synthetic"
+    assert plan.search.inputs == "synthetic"
 
 
 def test_noise_is_smooth_and_of_variance_one() -> None:
@@ -891,7 +895,7 @@ def test_the_command_line(
     assert "done" in out
     plan = rw.Plan.load(folder / "plan.json")
     inputs = "calibration" if with_data else "synthetic"
-    assert plan.search["inputs"] == inputs
+    assert plan.search.inputs == inputs
     small = rw.load(folder, digits)
     same, wanted = rw.compress(digits, torch.zeros(1, 1, 8, 8), keep=0.5, data="digits" if with_data else None)
     assert plan.layers == wanted.layers
@@ -909,9 +913,9 @@ def test_the_mean_of_an_error_costs_nothing(norm: bool) -> None:
     middle = [nn.Linear(12, 8, bias=not norm), *([nn.BatchNorm1d(8)] if norm else [])]
     model = seeded(lambda: nn.Sequential(*middle, nn.Linear(8, 8))).eval()
     x = torch.randn(400, 12, generator=torch.Generator().manual_seed(0))  # so few that all of them are looked at
-    centre = rw.compress(model, x[:1], keep=0.8, data=[x])[1].search["objective"]
+    centre = rw.compress(model, x[:1], keep=0.8, data=[x])[1].search.objective
     small, plan = rw.compress(model, x[:1], keep=0.8, data=[x + 5])
-    assert plan.search["objective"] == pytest.approx(centre, rel=1e-3)
+    assert plan.search.objective == pytest.approx(centre, rel=1e-3)
     with torch.no_grad():
         gap = small(x + 5) - model(x + 5)
     assert float(gap.mean(0).abs().max()) < 1e-4

@@ -121,7 +121,8 @@ class TestCompress:
         assert (tmp_path / "b" / "plan.json").read_text() == plan.read_text()
         assert "--keep" in refused(capsys, "compress", "digits-cnn", "--plan", plan, "--keep", 0.3, "--dry-run")
 
-    def test_settings_reach_the_search(self, capsys: pytest.CaptureFixture[str]) -> None:
+    @pytest.mark.parametrize("flag", ["--slices", "--groups"])
+    def test_settings_reach_the_search(self, capsys: pytest.CaptureFixture[str], flag: str) -> None:
         flags = [
             "--method",
             "alds",
@@ -129,7 +130,7 @@ class TestCompress:
             "max",
             "--search",
             "minimax",
-            "--groups",
+            flag,
             "1,2",
             "--folds",
             "0,3",
@@ -139,8 +140,8 @@ class TestCompress:
         _, out, _ = run(capsys, "compress", "digits-cnn", "--keep", 0.5, *flags, "--dry-run", "--json")
         settings = json.loads(out)["plan"]["settings"]
         assert (settings["error"], settings["search"], settings["seed"]) == ("max", "minimax", 7)
-        assert (settings["groups"], settings["folds"]) == ([1, 2], [0, 3])
-        assert {c["groups"] for c in json.loads(out)["plan"]["layers"] if "groups" in c} <= {1, 2}
+        assert (settings["slices"], settings["folds"]) == ([1, 2], [0, 3])
+        assert {c["slices"] for c in json.loads(out)["plan"]["layers"] if "slices" in c} <= {1, 2}
 
     def test_strict_refuses_gaps(self, capsys: pytest.CaptureFixture[str], factory: str) -> None:
         common = ["compress", factory, "--keep", 0.5, "--input", "1,4,8,8", "--dry-run", "--strict"]
@@ -180,7 +181,7 @@ class TestCompress:
             (["--keep", "0.5", "--method", "best", "--out", "o"], "svd-energy"),
             (["--keep", "0.5", "--error", "l1", "--out", "o"], "energy"),
             (["--keep", "0.5", "--search", "magic", "--out", "o"], "minimax"),
-            (["--keep", "0.5", "--groups", "two", "--out", "o"], "1,2,4"),
+            (["--keep", "0.5", "--slices", "two", "--out", "o"], "1,2,4"),
             (["--keep", "0.5", "--folds", "9", "--out", "o"], "unknown fold"),
             (["--keep", "0.5", "--exclude", "nope", "--out", "o"], "matches no module"),
             (["--keep", "0.5", "--weights", "missing.pth", "--out", "o"], "missing.pth"),
@@ -229,4 +230,4 @@ def test_pretrained_resnet20_end_to_end(capsys: pytest.CaptureFixture[str], tmp_
     assert plan["after"]["params"] <= 229_263
     trace = plan["search"]["trace"]
     assert trace == sorted(trace, reverse=True)
-    assert {c["groups"] for c in plan["layers"] if "groups" in c} - {1}, "without √k the search uses several slices"
+    assert {c["slices"] for c in plan["layers"] if "slices" in c} - {1}, "without √k the search uses several slices"

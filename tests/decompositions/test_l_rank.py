@@ -51,9 +51,7 @@ def test_the_plan_is_what_its_price_says(seed: int, keep: float) -> None:
     plan = rw.allocate(spectra, rw.Budget(params=keep), method="l-rank")
     assert plan.keep() <= keep
     offered = menus(spectra, ("params",), "residual", Selection((0,), 1))
-    chosen = {
-        m.layer.name: p for m, p in zip(offered, at_price(offered, plan.search["price"] * (1 + 1e-9)), strict=True)
-    }
+    chosen = {m.layer.name: p for m, p in zip(offered, at_price(offered, plan.search.price * (1 + 1e-9)), strict=True)}
     found = {c.name: c.rank for c in plan.choices}
     assert {name: p.rank for name, p in chosen.items() if p.option} == found
 

@@ -75,18 +75,18 @@ def test_more_options_are_never_worse(model: nn.Module, table: rw.Table, error: 
             plan = rw.allocate(table, budget, decompositions=names, error=error, search=search, groups=(1, 2, 3))
             assert plan.keep(unit) <= getattr(budget, unit)
             assert {c.decomposition for c in plan.choices} <= {*names, "svd"}
-            found[names] = plan.search["objective"] - plan.search.get("gap", 0.0) * plan.search["objective"]
-            whole = plan.search["objective"]
+            found[names] = plan.search.objective - (plan.search.gap or 0.0) * plan.search.objective
+            whole = plan.search.objective
             for fewer, value in found.items():
                 # the plain form stands in where a decomposition has nothing to offer, so compare with svd in both
                 if set(fewer) < set(names) and ("svd" in fewer or "svd" not in names):
                     assert value >= found[names] - 1e-9, (fewer, names)
             assert whole >= found[names]
-        few = rw.allocate(table, budget, error=error, search=search, folds=0, groups=1).search["objective"]
-        more = rw.allocate(table, budget, error=error, search=search, folds=0, groups=(1, 2, 3)).search["objective"]
+        few = rw.allocate(table, budget, error=error, search=search, folds=0, groups=1).search.objective
+        more = rw.allocate(table, budget, error=error, search=search, folds=0, groups=(1, 2, 3)).search.objective
         most = rw.allocate(table, budget, error=error, search=search, folds="all", groups=(1, 2, 3))
         assert few >= more - 1e-9
-        assert more >= most.search["objective"] - 1e-9
+        assert more >= most.search.objective - 1e-9
         assert {c.decomposition for c in most.choices} == {"svd"}, "folds and slices only: what alds+ chooses among"
 
 
@@ -115,7 +115,7 @@ def test_two_budgets_are_never_worse_with_more_options(table: rw.Table, data: st
     rest: dict[str, Any] = {"error": error, "search": "minimax", "groups": (1, 2, 3)}
     few = rw.allocate(table, limit, decompositions=("svd",), **rest)
     more = rw.allocate(table, limit, decompositions=ALL, **rest)
-    assert more.search["objective"] <= few.search["objective"] + 1e-9
+    assert more.search.objective <= few.search.objective + 1e-9
 
 
 class Planted(nn.Module):
@@ -157,7 +157,7 @@ def test_each_layer_gets_the_decomposition_it_was_made_for() -> None:
     limit = rw.Budget(params=sum(sizes.values()) + 20)  # and the one bias that there is
     for search in ("sum", "minimax"):
         plan = rw.allocate(table, limit, decompositions=ALL, error="output", search=search, groups=(1, 2))
-        assert plan.search["objective"] == pytest.approx(0, abs=1e-9)
+        assert plan.search.objective == pytest.approx(0, abs=1e-9)
         assert {c.name: c.decomposition for c in plan.choices} == {
             "both": "tucker2",
             "fold": "svd",
@@ -178,7 +178,7 @@ def test_the_chosen_errors_are_those_of_the_table(model: nn.Module, table: rw.Ta
         for measure in c.error:
             assert c.error[measure] == table.curve(layers[c.name], c.option, measure)[c.rank]
         total += c.error["output"]
-    assert plan.search["objective"] == pytest.approx(total)
+    assert plan.search.objective == pytest.approx(total)
 
 
 # ---- what is missing -------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_decompositions_compete_on_one_measure() -> None:
     table = rw.build_table(model, x[:1], data=[x])
     both = rw.allocate(table, rw.Budget(params=0.5), decompositions=("svd", "pca"))
     alone = rw.allocate(table, rw.Budget(params=0.5))
-    assert both.search["objective"] <= alone.search["objective"] + 1e-12
+    assert both.search.objective <= alone.search.objective + 1e-12
     assert {c.decomposition for c in alone.choices} == {"svd"}
 
 

@@ -24,6 +24,7 @@ from rankwise.core.layer import Layer
 from rankwise.core.option import Cost, Option
 from rankwise.decompositions import cost_at, costs, full_rank, tucker
 from rankwise.decompositions.tucker import full_outer, signal_ranks
+from rankwise.planning.findings import Findings
 from rankwise.surgery.pairs import merge_pair
 from sentences import check_sentence
 from strategies import KINDS, blocks, cases
@@ -253,7 +254,7 @@ def test_the_search_over_both_ranks_is_brute_force(keep: float, unit: str) -> No
     for search, best in (("minimax", min(map(max, fitting))), ("sum", min(map(sum, fitting)))):
         plan = rw.allocate(table, budget, method="tucker2", search=search)
         assert getattr(plan.after, unit) <= limit
-        assert plan.search["objective"] == pytest.approx(best, abs=1e-9)
+        assert plan.search.objective == pytest.approx(best, abs=1e-9)
         assert {c.decomposition for c in plan.choices} == {"tucker2"}
         small = rw.apply_plan(model, plan)
         assert plan.after == Cost(numel(small), macs_of(small, x))
@@ -478,7 +479,7 @@ def test_ranks_without_a_budget_are_the_planted_ones() -> None:
         ("2", "svd", 0, 4),
     ]
     assert plan.after == Cost(numel(small), macs_of(small, x))
-    assert plan.search == {"ranks": "vbmf"}
+    assert plan.search == Findings(ranks="vbmf")
     assert rw.Plan.loads(plan.dumps()) == plan
     assert relative(small(x), model(x)) < 0.2
     table = rw.build_table(model, x, decompositions=("tucker2",))

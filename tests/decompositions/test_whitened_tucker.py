@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.calibration import effect_table
+from rankwise.calibration.inputs import CALIBRATION, Inputs
 from rankwise.core.layer import Layer
 from rankwise.core.option import Option
 from rankwise.decompositions import check_option, full_rank, tucker, whitened_tucker
@@ -190,7 +191,9 @@ def test_folds_and_slices_are_not_its_business(network: nn.Sequential, images: T
 
 def test_a_table_with_cores_can_be_saved(network: nn.Sequential, images: Tensor, tmp_path: Path) -> None:
     wanted = Settings(error="effect", decompositions=("whitened", whitened_tucker.DECOMPOSITION.name, "svd"))
-    table, _ = effect_table.effect_table(network, rw.find_layers(network, images[:1]), wanted, [images])
+    table, _ = effect_table.effect_table(
+        network, rw.find_layers(network, images[:1]), wanted, Inputs([images], CALIBRATION)
+    )
     table.save(tmp_path / "table.safetensors")
     again = rw.Table.load(tmp_path / "table.safetensors", network)
     rest: dict[str, Any] = {"error": "effect", "decompositions": wanted.decompositions}
@@ -207,7 +210,9 @@ def test_many_filters_give_few_outer_ranks(monkeypatch: pytest.MonkeyPatch, imag
     model = nn.Sequential(nn.Conv2d(3, 24, 3), narrow(24, 12, 12), nn.Flatten(), nn.LazyLinear(4))
     model(images)
     wanted = Settings(error="effect", decompositions=(whitened_tucker.DECOMPOSITION.name,))
-    table, _ = effect_table.effect_table(model, rw.find_layers(model, images[:1]), wanted, [images])
+    table, _ = effect_table.effect_table(
+        model, rw.find_layers(model, images[:1]), wanted, Inputs([images], CALIBRATION)
+    )
     found = menu.menus(table, ("params",), "effect", decompositions=(whitened_tucker.DECOMPOSITION.name,))
     assert {offer.option.outer for offer in found[1].offers} == {6, 12, 18, 24}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def as_format_1(text: str) -> str:
     for entry in body["layers"]:
         if "slices" in entry:
             entry["groups"] = entry.pop("slices")
+    body["search"] |= {"warning": "calibration failed", "inputs": "imagined"}  # as they were written then
     return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -34,7 +36,8 @@ def test_a_plan_of_format_1_is_the_same_plan(model: nn.Module) -> None:
     _, plan = rw.compress(model, torch.zeros(1, 4, 6, 6), method="alds", keep=0.6, groups=2)
     assert {choice.slices for choice in plan.choices} == {choice.groups for choice in plan.choices} == {2}
     assert json.loads(plan.dumps())["format"] == 2
-    assert rw.Plan.loads(as_format_1(plan.dumps())) == plan
+    old = rw.Plan.loads(as_format_1(plan.dumps()))
+    assert old == replace(plan, search=replace(plan.search, inputs="synthetic"), warnings=("calibration failed",))
 
 
 def test_a_folder_with_a_plan_of_format_1_loads(model: nn.Module, tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ import rankwise as rw
 from rankwise.core.fold import all_folds
 from rankwise.core.measures import MEASURES
 from rankwise.core.option import Cost
+from rankwise.planning.findings import INPUTS, CutGroup, Findings, Latency, WholeGroup
 from sentences import check_sentence
 
+KEYS = [key for key in Findings.__dataclass_fields__ if key != "other"]
 FIXTURE_OK = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
@@ -59,6 +61,12 @@ def text_of(body: Any) -> str:
     return json.dumps(body)
 
 
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of everything inside a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(p for key, child in inner for p in places(child, (*path, key)))]
+
+
 # ---- there and back --------------------------------------------------------------------------------------
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -85,6 +93,34 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=5,
 )
+seconds = st.tuples(finite, finite)
+latencies = st.builds(
+    Latency,
+    before=finite,
+    after=finite,
+    keep=finite,
+    layers=st.dictionaries(names, seconds, max_size=2),
+    slower=st.lists(names, max_size=2).map(tuple),
+    timing=st.dictionaries(names, plain, max_size=2),
+    measured=st.none() | finite,
+    rounds=st.none() | st.lists(st.tuples(finite, finite, finite), max_size=2).map(tuple),
+)
+makers = st.lists(names, max_size=2).map(tuple)
+findings = st.builds(
+    Findings,
+    objective=st.none() | finite,
+    gap=st.none() | finite,
+    price=st.none() | finite,
+    trace=st.none() | st.lists(finite, max_size=3).map(tuple),
+    ranks=st.none() | names,
+    latency=st.none() | latencies,
+    inputs=st.none() | st.sampled_from(INPUTS),
+    variance=st.none() | finite,
+    draws=st.none() | finite,
+    groups=st.none() | st.lists(st.builds(CutGroup, makers, counts, counts), max_size=2).map(tuple),
+    whole=st.none() | st.lists(st.builds(WholeGroup, makers, counts, names), max_size=2).map(tuple),
+    other=st.dictionaries(names.filter(lambda key: key not in {*KEYS, "warning"}), plain, max_size=2),
+)
 plans = st.builds(
     rw.Plan,
     model=names,
@@ -94,7 +130,7 @@ plans = st.builds(
     after=costs,
     layers=st.lists(choices | kept, max_size=4, unique_by=lambda e: e.name).map(tuple),
     settings=st.dictionaries(names, plain, max_size=3),
-    search=st.dictionaries(names, plain, max_size=3),
+    search=findings,
 )
 
 
@@ -124,12 +160,67 @@ def test_what_is_left_out_has_a_default(plan: rw.Plan) -> None:
     """`settings` and `search` are not needed to replay a plan."""
     body = body_of(plan)
     del body["settings"], body["search"]
-    assert rw.Plan.loads(text_of(body)) == replace(plan, settings={}, search={})
+    assert rw.Plan.loads(text_of(body)) == replace(plan, settings={}, search=Findings())
 
 
 def test_keep_needs_macs_to_speak_of_macs(plan: rw.Plan) -> None:
     assert plan.keep() == plan.after.params / plan.before.params
     assert "example" in check_sentence(lambda: replace(plan, before=Cost(10, None)).keep("macs"))
+
+
+FOUND = {  # as it was written before it had a type, every key in its place
+    "objective": 0.25,
+    "gap": 1e-05,
+    "price": 3.0,
+    "trace": [0.5, 0.25],
+    "ranks": "vbmf",
+    "latency": {
+        "before": 0.002,
+        "after": 0.001,
+        "keep": 0.5,
+        "layers": {"0": [0.001, 0.0005]},
+        "slower": ["6"],
+        "timing": {"batch": None, "threads": 2, "layout": "contiguous"},
+        "measured": 0.52,
+        "rounds": [[0.5, 0.49, 0.52]],
+    },
+    "inputs": "calibration",
+    "variance": 2.5,
+    "draws": 64.0,
+    "groups": [{"layers": ["0", "2"], "channels": 8, "kept": 4}],
+    "whole": [{"layers": [], "channels": 12, "reason": "its filters are what the network gives out"}],
+}
+
+
+def test_what_was_found_is_written_as_it_was(plan: rw.Plan) -> None:
+    """To the byte: the weights beside a plan know the hash of its text."""
+    text = json.dumps(body_of(plan) | {"search": FOUND}, indent=1, ensure_ascii=False) + "\n"
+    found = rw.Plan.loads(text)
+    assert found.dumps() == text
+    assert set(KEYS) == set(FOUND)
+    assert None not in [getattr(found.search, key) for key in KEYS]
+    assert found.keep("latency") == 0.5
+    assert found.inputs == "calibration"
+
+
+def test_what_nobody_reads_any_more_is_kept(plan: rw.Plan) -> None:
+    found = rw.Plan.loads(text_of(body_of(plan) | {"search": {"objective": 1, "starts": [3, {"x": None}]}}))
+    assert found.search == Findings(objective=1, other={"starts": [3, {"x": None}]})
+    assert body_of(found)["search"] == {"objective": 1, "starts": [3, {"x": None}]}
+
+
+@pytest.mark.parametrize("path", [p for p in places(FOUND) if p and p[:2] != ("latency", "timing")], ids=str)
+def test_what_was_found_has_its_type(plan: rw.Plan, path: tuple[Any, ...]) -> None:
+    for wrong in (None, True, {"x": 1}, [[1]], "" if path[-1] == "inputs" else 2.5):
+        body = copy.deepcopy(body_of(plan) | {"search": FOUND})
+        parent = body["search"]
+        for key in path[:-1]:
+            parent = parent[key]
+        if wrong == 2.5 and isinstance(parent[path[-1]], float):
+            continue
+        parent[path[-1]] = wrong
+        message = check_sentence(lambda: rw.Plan.loads(text_of(body)))  # noqa: B023
+        assert all(repr(key) in message for key in path if isinstance(key, str))
 
 
 # ---- what is no plan -------------------------------------------------------------------------------------
@@ -363,12 +454,6 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of everything inside a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(p for key, child in inner for p in places(child, (*path, key)))]
 
 
 @st.composite

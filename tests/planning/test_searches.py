@@ -204,7 +204,7 @@ def test_minimax_is_the_brute_force_optimum(
     assert (plan is None) == (best is None)
     if plan is not None:
         assert worst(plan, measure) == pytest.approx(best, abs=1e-9)
-        assert plan.search["objective"] == worst(plan, measure)
+        assert plan.search.objective == worst(plan, measure)
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])
@@ -323,12 +323,12 @@ def test_a_single_start_depends_on_the_seed() -> None:
     model[0].weight.data, model[1].weight.data = a, torch.diag(torch.tensor([1, 0.3, 0.2, 0.1]))
     table = rw.build_table(model, groups=[1, 2])
     found = {
-        round(rw.allocate(table, rw.Budget(params=28), method="alds", seed=s, starts=1).search["objective"], 6)
+        round(rw.allocate(table, rw.Budget(params=28), method="alds", seed=s, starts=1).search.objective, 6)
         for s in range(20)
     }
     assert found == {0.3, 0.8}
     for changes in ({"method": "alds"}, {"search": "minimax", "error": "bound"}):
-        assert rw.allocate(table, rw.Budget(params=28), **changes).search["objective"] == pytest.approx(0.3)
+        assert rw.allocate(table, rw.Budget(params=28), **changes).search.objective == pytest.approx(0.3)
 
 
 def test_alternate_starts_15_times_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +406,7 @@ def test_the_gap_is_honest_when_work_is_left_undone(work: int, units: int, data:
     room = data.draw(rooms(offered))
     best = brute_force([points_of(m) for m in offered], room, np.add)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knapsack, "WORK", ((work, 1),))
+        patch.setattr(knapsack, "PASSES", (knapsack.Pass(work, 1),))
         check_sum(knapsack.least_sum(offered, room), offered, room, best)
 
 
@@ -436,8 +436,8 @@ def test_sum_is_within_its_gap_on_networks(
     assert (plan is None) == (best is None)
     if plan is not None:
         value = sum(c.error[measure] for c in plan.choices)
-        assert plan.search["objective"] == pytest.approx(value, abs=1e-9)
-        assert value * (1 - plan.search["gap"]) <= best + 1e-9
+        assert plan.search.objective == pytest.approx(value, abs=1e-9)
+        assert value * (1 - plan.search.gap) <= best + 1e-9
         if not cap:
             assert value <= best * 1.005 + 1e-9
 
@@ -509,20 +509,20 @@ def least_by_size(offered: list[Menu], room: int) -> float:
     return float(best[room])
 
 
-@pytest.mark.parametrize("work", [knapsack.WORK, ((3000, 8), (3000, 64))])
+@pytest.mark.parametrize("passes", [knapsack.PASSES, (knapsack.Pass(3000, 8), knapsack.Pass(3000, 64))])
 @settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 10**6), keep=st.floats(0.2, 0.9))
-def test_sum_of_many_layers_is_that_of_a_table_of_all_sizes(work: Any, seed: int, keep: float) -> None:
+def test_sum_of_many_layers_is_that_of_a_table_of_all_sizes(passes: Any, seed: int, keep: float) -> None:
     offered = many_layers(30, 24, seed, coarse=10)
     room = int(keep * sum(m.dense.cost[0] for m in offered))
     best = least_by_size(offered, room)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knapsack, "WORK", work)
+        patch.setattr(knapsack, "PASSES", passes)
         found = knapsack.least_sum(offered, [room])
     check_sum(found, offered, [room], best)
     assert found is not None
     assert found.gap is not None
-    if work is knapsack.WORK:
+    if passes is knapsack.PASSES:
         assert found.gap == 0
         assert found.objective == pytest.approx(best, rel=1e-9)
 
@@ -540,7 +540,7 @@ def test_sum_of_a_large_network_has_a_tiny_gap_and_bounded_work(keep: float, mon
     assert found.gap is not None
     assert sum(p.cost[0] for p in found.points) <= room
     assert found.gap < 1e-6
-    assert sum(made) < 1.2 * sum(work for work, _ in knapsack.WORK)
+    assert sum(made) < 1.2 * sum(each.work for each in knapsack.PASSES if not each.above)
     for price in np.geomspace(1e-14, 1e-6, 40):
         fronts = [(m.front.costs[:, 0], m.front.error) for m in offered]
         dual = sum(float((error + price * cost).min()) for cost, error in fronts) - price * room
@@ -805,7 +805,7 @@ def test_minimax_evaluates_few_entries_of_exact(
             full.cache[layer.name, option, "exact"] = Curve(values, values)
     whole = rw.allocate(full, budget, search="minimax", error="exact")
     assert [(c.name, c.option, c.rank) for c in plan.choices] == [(c.name, c.option, c.rank) for c in whole.choices]
-    assert plan.search["objective"] == pytest.approx(whole.search["objective"], abs=1e-9)
+    assert plan.search.objective == pytest.approx(whole.search.objective, abs=1e-9)
 
 
 @settings(deadline=None, max_examples=100)

@@ -126,9 +126,9 @@ def test_saved_loaded_and_made_dense_again(
 @pytest.mark.parametrize("keep", [0.9, 0.6, 0.3, 0.1])
 def test_ft_takes_the_same_share_everywhere_and_the_smallest_norms(keep: float) -> None:
     model, x, _, plan = prune("resnet20", "ft", keep=keep)
-    share = Fraction(plan.search["objective"]).limit_denominator(10_000)
-    for group in plan.search["groups"]:
-        assert group["kept"] == max(1, group["channels"] - math.floor(share * group["channels"]))
+    share = Fraction(plan.search.objective).limit_denominator(10_000)
+    for group in plan.search.groups:
+        assert group.kept == max(1, group.channels - math.floor(share * group.channels))
     conv = model.layer2[1].conv1
     size = conv.weight.detach().abs().sum((1, 2, 3))
     entry = next(e for e in plan.pruned if e.name == "layer2.1.conv1")
@@ -247,8 +247,8 @@ def test_minimax_finds_the_least_largest_error(budget: dict[str, float]) -> None
         size = cost(found, groups, kept)
         if all(getattr(size, unit) <= limit for unit, limit in limits.items()):
             best = min(best, max(float(c[n]) for c, n in zip(curves, kept, strict=True)))
-    assert plan.search["objective"] == pytest.approx(best, abs=1e-12)
-    now = max(float(c[g["kept"]]) for c, g in zip(curves, plan.search["groups"], strict=True))
+    assert plan.search.objective == pytest.approx(best, abs=1e-12)
+    now = max(float(c[g.kept]) for c, g in zip(curves, plan.search.groups, strict=True))
     assert now == pytest.approx(best, abs=1e-12)
 
 
@@ -265,12 +265,12 @@ def test_pfp_takes_as_many_as_its_draws_are_expected_to_find(keep: float) -> Non
         return [distinct(s, math.ceil(draws * float(s.sum()))) for s in scores]
 
     assert kept(2.0**60) == [int((s > 0).sum()) for s in scores]
-    draws = plan.search["draws"]
-    assert [g["kept"] for g in plan.search["groups"]] == kept(draws)
+    draws = plan.search.draws
+    assert [g.kept for g in plan.search.groups] == kept(draws)
     assert cost(found, groups, kept(draws)).params <= plan.budget.limit("params", plan.before.params)
     assert cost(found, groups, kept(draws * (1 + 1e-9))).params > plan.budget.limit("params", plan.before.params)
     bounds = [float(error_curve(s)[n]) for s, n in zip(scores, kept(draws), strict=True)]
-    assert plan.search["objective"] == pytest.approx(max(bounds))
+    assert plan.search.objective == pytest.approx(max(bounds))
     random = torch.Generator().manual_seed(0)
     for s in scores:
         m = math.ceil(draws * float(s.sum()))
@@ -295,7 +295,7 @@ def test_a_budget_that_cannot_be_met_states_what_can(method: str) -> None:
     message = check_sentence(lambda: prune("concat", method, keep=0.01))
     least = float(message.split("(keep ")[1].split(")")[0])
     _, _, _, plan = prune("concat", method, keep=least)
-    assert {g["kept"] for g in plan.search["groups"]} == {1}
+    assert {g.kept for g in plan.search.groups} == {1}
     assert "macs" in check_sentence(lambda: prune("concat", method, macs=0.01, keep=0.9))
 
 
@@ -332,7 +332,7 @@ def test_data_that_cannot_be_used() -> None:
 def test_what_means_nothing_to_these_methods() -> None:
     model, x = make("flat")
     assert "error=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, error="max"))
-    assert "groups=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, groups=3))
+    assert "slices=" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, groups=3))
     assert "unknown setting" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, colour=3))
     assert "unknown search" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, search="fair"))
     assert "score='norm'" in check_sentence(lambda: rw.compress(model, x, method="ft", keep=0.5, search="minimax"))
@@ -349,7 +349,7 @@ def test_what_means_nothing_to_these_methods() -> None:
 def test_a_reader_that_the_data_never_reaches_keeps_its_channels() -> None:
     model, x = Unseen().double().eval(), torch.randn(2, 4, dtype=torch.float64)
     _, plan = rw.compress(model, {"x": x, "other": True}, method="pfp", keep=0.8, data=[{"x": x}])
-    assert [g["layers"] for g in plan.search["groups"]] == [["used"]]
+    assert [g.layers for g in plan.search.groups] == [("used",)]
     assert "does not reach" in next(s.reason for s in plan.kept if s.name == "extra")
     assert "does not reach those who read extra" in plan.warnings[0]
 
@@ -432,7 +432,7 @@ def test_torchvision(spec: str, method: str, tmp_path: Path) -> None:
     check_same(small(x), zeroed(model, plan, x), 1e-3)
     rw.save(small, plan, tmp_path)
     assert torch.equal(rw.load(tmp_path, model)(x), small(x))
-    assert [g["reason"] for g in plan.search["whole"]] == ["its filters are what the network gives out"]
+    assert [g.reason for g in plan.search.whole] == ["its filters are what the network gives out"]
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_slider_and_method_show_the_plan_that_is_in_the_data(reader: Reader, res
             assert choice.fold in shown
             assert f"{choice.after.params:,} of {choice.before.params:,}" in shown
             assert group.locator(".rank").inner_text() == str(choice.rank)
-            assert group.locator(".groups").inner_text() == str(choice.groups)
+            assert group.locator(".slices").inner_text() == str(choice.slices)
             share = page.evaluate("(node) => node.style.width", group.locator(".fill").first.element_handle())
             assert float(share[:-1]) == pytest.approx(100 * choice.after.params / choice.before.params, abs=0.01)
         page.keyboard.press("ArrowRight")

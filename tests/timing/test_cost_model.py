@@ -276,7 +276,7 @@ def test_many_slices_are_chosen_where_they_are_fast(fast: bool, model: nn.Module
     plan = planned(model, exclude=("four",), slices=[6, 8, 12])
     asked = {c.slices for c in plan.choices}
     assert plan.choices
-    assert bool(plan.warnings) == bool(plan.search["latency"]["slower"])
+    assert bool(plan.warnings) == bool(plan.search.latency.slower)
     if fast:
         assert min(asked) >= 8
         assert not plan.warnings
@@ -296,7 +296,7 @@ def test_cores_are_chosen_where_they_are_fast(fast: bool, model: nn.Module, time
     assert plan.choices
     assert not plan.warnings
     assert {c.decomposition for c in plan.choices} == {"tucker2" if fast else "svd"}
-    layers = plan.search["latency"]["layers"]
+    layers = plan.search.latency.layers
     assert all(pair < MARGIN * dense for dense, pair in layers.values())
 
 

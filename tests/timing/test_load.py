@@ -105,7 +105,7 @@ def test_a_plan_from_times_of_a_busy_machine_says_so(machine: Any, average: floa
     assert ("equal runs 0 % apart" in warning) == (factor == 1.0)
     assert "RANKWISE_CACHE" in warning
     assert "\n" not in warning
-    how = plan.search["latency"]["timing"]
+    how = plan.search.latency.timing
     assert how["busy"] is True
     assert (how.get("load"), how["cores"]) == (average, 4)
     assert (how["spread"] > 0.2) == (factor > 1)
@@ -123,7 +123,7 @@ def test_a_quiet_machine_is_not_spoken_of(machine: Any, average: float | None) -
     plan = planned()
     assert plan.choices
     assert plan.warnings == ()
-    assert plan.search["latency"]["timing"]["busy"] is False
+    assert plan.search.latency.timing["busy"] is False
     assert Times(0.0, {}, {}).warnings == []
 
 

@@ -175,7 +175,7 @@ def test_a_budget_in_latency_holds(seed: int, keep: float, others: dict[str, flo
         return
     assert seconds_of(table, plan) <= keep * table.times.total / NANO + 1e-12
     assert plan.keep("latency") <= keep + 1e-9
-    assert plan.search["latency"]["after"] == pytest.approx(seconds_of(table, plan), abs=2e-8)
+    assert plan.search.latency.after == pytest.approx(seconds_of(table, plan), abs=2e-8)
     for unit, share in others.items():
         assert plan.keep(unit) <= share
 
@@ -203,14 +203,14 @@ def test_the_least_sum_of_errors_is_that_of_all_plans_that_fit(seed: int, share:
     for points in every:
         sums = (sums[:, None] + np.array(points)[None]).reshape(-1, 3)
     budget = rw.Budget(**dict.fromkeys(units, limit))
-    most = budget.limits(table.coverage, times.total)
+    most = budget.limits(table.coverage, times)
     beside = table.coverage.params - sum(la.params for la in table.coverage.layers)
     fits = sums[:, 0] + times.fixed <= most["latency"]
     if "params" in units:
         fits &= sums[:, 1] + beside <= most["params"]
     best = sums[fits, 2].min() if fits.any() else None
     try:
-        found = rw.allocate(table, budget).search["objective"]
+        found = rw.allocate(table, budget).search.objective
     except rw.RankwiseError:
         found = None
     assert (found is None) == (best is None)
@@ -226,7 +226,7 @@ def test_never_slower_unless_the_budget_needs_it(seed: int, keep: float, slow: f
     except rw.RankwiseError as err:
         assert "cannot be met" in str(err)  # noqa: PT017
         return
-    found = plan.search.get("latency")
+    found = plan.search.latency
     if found is None:  # nobody knows how long an option takes that the budget needs
         assert table.times is not None
         measured = {key[:2] for key in table.times.pairs}
@@ -234,9 +234,9 @@ def test_never_slower_unless_the_budget_needs_it(seed: int, keep: float, slow: f
         assert unknown
         assert all(name in plan.warnings[0].rpartition(" in ")[2] for name in unknown)
         return
-    slower = {name for name, (dense, pair) in found["layers"].items() if pair > dense}
-    assert set(found["slower"]) == slower
-    unsure = {name for name, (dense, pair) in found["layers"].items() if not pair < MARGIN * dense}
+    slower = {name for name, (dense, pair) in found.layers.items() if pair > dense}
+    assert set(found.slower) == slower
+    unsure = {name for name, (dense, pair) in found.layers.items() if not pair < MARGIN * dense}
     assert bool(plan.warnings) == bool(unsure)
     assert all(name in plan.warnings[0].rpartition(" in ")[2] for name in unsure)
     if not slower:
@@ -269,7 +269,7 @@ def test_folded_norms_leave_more_time_to_the_layers() -> None:
     whole = rw.allocate(table, rw.Budget(latency=0.7))
     table.times = Times(0.0, times.layers, times.pairs, whole=times.total / NANO)
     fused = rw.allocate(table, rw.Budget(latency=0.7))
-    assert fused.search["objective"] <= whole.search["objective"]
+    assert fused.search.objective <= whole.search.objective
     assert fused.keep("latency") <= 0.7
     assert table.times.total == times.total
 
@@ -452,7 +452,7 @@ def test_a_layer_that_is_called_twice_counts_twice(tmp_path: Path) -> None:
     assert set(times.layers) == {"layer"}
     assert times.dense("idle") == 0
     small, plan = rw.compress(Twice(), torch.randn(4, 16), keep=0.9, never_slower=True, timing=QUICK)
-    assert "latency" in plan.search
+    assert plan.search.latency is not None
     assert isinstance(small.idle, nn.Sequential) or isinstance(small.layer, nn.Sequential)
 
 
@@ -534,23 +534,23 @@ def test_a_plan_that_is_too_slow_is_made_again(monkeypatch: pytest.MonkeyPatch) 
     assert budget.latency is not None
     assert len(made) > 1
     assert plan.budget == budget
-    assert plan.search["latency"]["measured"] <= budget.latency
+    assert plan.search.latency.measured <= budget.latency
     assert not plan.warnings
-    assert made[0].search["objective"] <= plan.search["objective"]
+    assert made[0].search.objective <= plan.search.objective
     # Nothing is fast enough: the fastest there is, and it says so.
     plan, made, budget = settled([9.0], monkeypatch)
-    assert plan.search["latency"]["measured"] > 1 > (budget.latency or 1)
-    assert plan.search["latency"]["measured"] == pytest.approx(9 * min(p.keep("latency") for p in made))
+    assert plan.search.latency.measured > 1 > (budget.latency or 1)
+    assert plan.search.latency.measured == pytest.approx(9 * min(p.keep("latency") for p in made))
     (warning,) = plan.warnings
-    assert f"{plan.search['latency']['measured']:.3f} of the dense network's time" in warning
+    assert f"{plan.search.latency.measured:.3f} of the dense network's time" in warning
     assert "nothing faster was found" in warning
 
 
 def test_a_plan_that_is_faster_than_need_be_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, made, budget = settled([0.7], monkeypatch)
     assert len(made) > 1
-    assert plan.search["objective"] <= made[0].search["objective"]
-    assert 0.7 * made[0].keep("latency") < plan.search["latency"]["measured"] <= (budget.latency or 0)
+    assert plan.search.objective <= made[0].search.objective
+    assert 0.7 * made[0].keep("latency") < plan.search.latency.measured <= (budget.latency or 0)
 
 
 # ---- the whole job, and refusals -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from test_commands import refused, run
 from torch import nn
 
 import rankwise as rw
-from rankwise.compression import Compression, Seen
+from rankwise.compression import Compression, Observations
 from rankwise.data import splits as images
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.models import networks
@@ -99,10 +99,9 @@ def test_synthetic_inputs_are_put_on_the_scale_of_real_ones() -> None:
     test = images.load("digits", "test")
     job = Compression(model, EXAMPLE)
     plan = job.plan(Budget(params=0.4))
-    assert plan.search["inputs"] == "synthetic"
-    known = replace(
-        plan, search={**plan.search, "variance": 4 * plan.search["variance"], "objective": plan.search["objective"] / 4}
-    )
+    assert plan.search.inputs == "synthetic"
+    other = replace(plan.search, variance=4 * plan.search.variance, objective=plan.search.objective / 4)
+    known = replace(plan, search=other)
     assert expect(job, plan) == expect(job, known)
     small, _ = job.build(plan)
     expected = expect(job, plan)
@@ -111,9 +110,9 @@ def test_synthetic_inputs_are_put_on_the_scale_of_real_ones() -> None:
 
 def test_other_plans_have_no_forecast(trained: nn.Module) -> None:
     _, plan = rw.compress(trained, torch.zeros(1, 1, 8, 8), method="svd", keep=0.5)
-    assert not can_forecast(plan, Seen())
+    assert not can_forecast(plan, Observations())
     with pytest.raises(RankwiseError, match="'svd'"):
-        forecast(trained, plan, Seen(), images.load("digits", "test"))
+        forecast(trained, plan, Observations(), images.load("digits", "test"))
 
 
 def test_a_forecast_is_json() -> None:

@@ -29,7 +29,7 @@ def fresh() -> torch.nn.Module:
 
 def test_the_c_step_gives_the_nearest_matrices_of_their_ranks() -> None:
     model, engine = fresh(), make_engine()
-    target = penalties.Target(30_000)
+    target = penalties.SizeTarget(30_000)
     theta = penalties.c_step(model, target, engine)
     _, plan = rw.compress(model, method="l-rank", keep=30_000)
     assert set(theta) == {f"{choice.name}.weight" for choice in plan.choices}
@@ -49,7 +49,7 @@ def test_the_c_step_gives_the_nearest_matrices_of_their_ranks() -> None:
         assert torch.allclose(weights[name].grad, expected, atol=1e-6)  # type: ignore[arg-type]
 
 
-def distance(model: torch.nn.Module, target: penalties.Target) -> float:
+def distance(model: torch.nn.Module, target: penalties.SizeTarget) -> float:
     """√(Σ ‖W − Θ‖² / Σ ‖W‖²) over the layers that would be decomposed: what compressing would cost now."""
     weights, theta = dict(model.named_parameters()), penalties.c_step(model, target, make_engine())
     apart = sum(float((weights[n].detach() - t).square().sum()) for n, t in theta.items())
@@ -60,14 +60,14 @@ def distance(model: torch.nn.Module, target: penalties.Target) -> float:
 def test_what_fits_already_is_not_pulled() -> None:
     model = fresh()
     low = rw.densify(rw.compress(model, method="l-rank", keep=30_000)[0])
-    assert distance(model, penalties.Target(30_000)) > 0.1
-    assert distance(low, penalties.Target(30_000)) < 1e-3
+    assert distance(model, penalties.SizeTarget(30_000)) > 0.1
+    assert distance(low, penalties.SizeTarget(30_000)) < 1e-3
 
 
 def test_the_loop_ends_nearer_than_plain_training_and_resumes(tmp_path: Path) -> None:
     from test_steps import Stop, StopAt  # the same interruption as for plain training
 
-    target = penalties.Target(20_000)
+    target = penalties.SizeTarget(20_000)
     run = Run("digits", RECIPE, tmp_path / "lc", limit=300)
     row = steps.train("digits-cnn", run, target=target)
     assert (row["kind"], row["target"]) == ("lc", 20_000)
@@ -90,5 +90,5 @@ def test_iterate_by_learning_compression(tmp_path: Path) -> None:
 
 
 def test_refusals() -> None:
-    assert "looks at data" in check_sentence(lambda: penalties.Target(10, "pca"))
+    assert "looks at data" in check_sentence(lambda: penalties.SizeTarget(10, "pca"))
     assert "possible are rounds, lc" in check_sentence(lambda: Rounds(1, loop="admm"))

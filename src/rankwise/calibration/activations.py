@@ -6,9 +6,9 @@ large offset cost no digits. Labels are never needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,12 @@ from rankwise.surgery.hooks import Seen, watching
 class Labelled(Protocol):
     """Batches of inputs with labels, such as a split of `rankwise.data`: the labels are not looked at."""
 
-    def batches(self, batch_size: int, /) -> Iterable[tuple[Example, Any]]: ...
+    def batches(self, batch_size: int, /) -> Iterable[tuple[Example, object]]: ...
 
 
 Data = Batches | Labelled
+Samples = Callable[[Layer, Tensor, Tensor], Tensor]  # what a layer gets and gives → one sample for each position
+Size = Callable[[Layer], int]  # entries of a covariance
 
 
 def output_moments(model: nn.Module, data: Data, layers: Iterable[Layer], max_gb: float = 2.0) -> dict[str, Moments]:
@@ -110,7 +112,7 @@ def positions_of(activation: Tensor, dims: int) -> Tensor:
 
 
 def _collect(
-    model: nn.Module, data: Data, layers: Iterable[Layer], samples: Any, size: Any, max_gb: float
+    model: nn.Module, data: Data, layers: Iterable[Layer], samples: Samples, size: Size, max_gb: float
 ) -> Iterator[tuple[Layer, Moments]]:
     """Run the data once for each pass; a pass takes as many layers as their covariances fit into memory."""
     passes = _passes(list(layers), size, max_gb)
@@ -125,7 +127,7 @@ def _collect(
             yield layer, found.pop(layer.name)
 
 
-def _passes(layers: list[Layer], size: Any, max_gb: float) -> list[list[Layer]]:
+def _passes(layers: list[Layer], size: Size, max_gb: float) -> list[list[Layer]]:
     room = max_gb * 2**30 / 8
     passes: list[list[Layer]] = []
     used = 0.0
@@ -144,7 +146,7 @@ def _passes(layers: list[Layer], size: Any, max_gb: float) -> list[list[Layer]]:
     return passes
 
 
-def _one_pass(model: nn.Module, data: Data, layers: list[Layer], samples: Any) -> dict[str, Moments]:
+def _one_pass(model: nn.Module, data: Data, layers: list[Layer], samples: Samples) -> dict[str, Moments]:
     moments = {layer.name: Moments() for layer in layers}
     batch_number = 0
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from rankwise.calibration.activations import Data, batches, check_some
 from rankwise.calibration.layer_targets import errors_of, outputs_of, replaced
 from rankwise.errors import RankwiseError
-from rankwise.surgery.forward import run_example, tensors_of, undisturbed
+from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.replace import copy_model
 
 BATCH = 128
@@ -39,11 +39,37 @@ MOVE = 8  # images move by up to this part of their sides
 Steps = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
 
-def read_effort(asked: int | str) -> tuple[int, float | None]:
-    """Steps and seconds at most: from 300 or "300", or from "90s", as many steps as that takes.
+@dataclass(frozen=True)
+class Effort:
+    """At most so many steps and, if they are given, seconds; `rate` is the highest learning rate."""
 
-    >>> read_effort("300"), read_effort("90s")
-    ((300, None), (1000000, 90.0))
+    steps: int = 300
+    seconds: float | None = None
+    rate: float = RATE
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or not self.rate > 0:
+            raise RankwiseError(
+                f"{self.steps} steps at rate {self.rate:g} were asked for: give 0 or more steps and a rate above 0"
+            )
+
+    @property
+    def none(self) -> bool:
+        return not self.steps or self.seconds == 0
+
+    def rate_at(self, step: int, done: float) -> float:
+        """The rate of a step, counted from 0, when so much of the whole is `done`: a short rise, then a cosine."""
+        return self.rate * min(1, (step + 1) / WARM) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+EFFORT = Effort()
+
+
+def read_effort(asked: int | str) -> Effort:
+    """From 300 or "300" steps, or from "90s", as many steps as that takes.
+
+    >>> read_effort("300").steps, read_effort("90s").seconds
+    (300, 90.0)
     """
     text = str(asked)
     timed = text.endswith("s")
@@ -53,22 +79,20 @@ def read_effort(asked: int | str) -> tuple[int, float | None]:
         number = -1.0
     if not 0 <= number < math.inf:
         raise RankwiseError(f"recover={asked!r} is not understood: give a number of steps (300), or seconds (90s)")
-    return (MANY, number) if timed else (int(number), None)
+    return Effort(MANY, number) if timed else Effort(int(number))
 
 
 def recover(
     small: nn.Module,
     original: nn.Module,
     data: Data,
-    steps: int = 300,
-    seconds: float | None = None,
-    rate: float = RATE,
+    effort: Effort = EFFORT,
     seed: int = 0,
     progress: Steps | None = None,
 ) -> nn.Module:
-    """A copy of `small` whose outputs are closer to the original's on the data; at most `steps` and `seconds`."""
+    """A copy of `small` whose outputs are closer to the original's on the data."""
     better = copy_model(small)
-    recover_(better, original, data, steps, seconds, rate, seed, progress)
+    recover_(better, original, data, effort, seed, progress)
     return better
 
 
@@ -76,15 +100,12 @@ def recover_(
     small: nn.Module,
     original: nn.Module,
     data: Data,
-    steps: int = 300,
-    seconds: float | None = None,
-    rate: float = RATE,
+    effort: Effort = EFFORT,
     seed: int = 0,
     progress: Steps | None = None,
 ) -> list[float]:
     """The same in place; gives the loss of every step."""
-    if steps < 0 or not rate > 0:
-        raise RankwiseError(f"{steps} steps at rate {rate:g} were asked for: give 0 or more steps and a rate above 0")
+    steps, seconds = effort.steps, effort.seconds
     pieces, scale = _pieces(original, data)
     original = copy_model(original)
     random = torch.Generator().manual_seed(seed)
@@ -98,14 +119,14 @@ def recover_(
         small.eval()
         for p in frozen:
             p.requires_grad_(True)
-        optimiser = torch.optim.Adam([p for p in small.parameters() if p.is_floating_point()], lr=rate)
+        optimiser = torch.optim.Adam([p for p in small.parameters() if p.is_floating_point()], lr=effort.rate)
         while len(losses) < steps and time.monotonic() < end:
             done = max(len(losses) / steps, 0.0 if seconds is None else 1 - (end - time.monotonic()) / seconds)
             for group in optimiser.param_groups:
-                group["lr"] = rate * min(1, (len(losses) + 1) / WARM) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+                group["lr"] = effort.rate_at(len(losses), done)
             losses.append(_step_(small, original, pieces, scale, optimiser, random))
             if not math.isfinite(losses[-1]):
-                raise RankwiseError(f"recovery diverged in step {len(losses)}: give a rate below {rate:g}")
+                raise RankwiseError(f"recovery diverged in step {len(losses)}: give a rate below {effort.rate:g}")
             if progress:
                 progress(len(losses), min(steps, math.ceil(len(losses) / max(done, 1 / steps))), losses[-1])
     finally:
@@ -132,7 +153,7 @@ def _channels_last_(model: nn.Module) -> bool:
 def _step_(
     small: nn.Module,
     original: nn.Module,
-    pieces: list[Any],
+    pieces: list[Example],
     scale: float,
     optimiser: torch.optim.Optimizer,
     random: torch.Generator,
@@ -181,7 +202,7 @@ def moved(images: Tensor, random: torch.Generator) -> Tensor:
     return found
 
 
-def _pieces(original: nn.Module, data: Data) -> tuple[list[Any], float]:
+def _pieces(original: nn.Module, data: Data) -> tuple[list[Example], float]:
     """Inputs, and the variance of what the original network says to them; plain tensors become one to draw from."""
     found, answers = [], []
     with undisturbed(original):
@@ -196,7 +217,7 @@ def _pieces(original: nn.Module, data: Data) -> tuple[list[Any], float]:
     return [torch.cat(plain)] if alike else found, _variance(answers)
 
 
-def _answers(output: Any) -> list[Tensor]:
+def _answers(output: object) -> list[Tensor]:
     return [t for t in tensors_of(output) if t.is_floating_point() and t.ndim]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from torch import Tensor, nn
 
+from rankwise.calibration.inputs import Inputs
 from rankwise.calibration.output_metric import Influence, influences
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import check_finite
@@ -23,21 +21,17 @@ def effect_table(
     model: nn.Module,
     coverage: Coverage,
     settings: Settings,
-    data: Iterable[Any],
+    inputs: Inputs,
     progress: Progress | None = None,
-    least: float = 0.0,
-    means: bool = True,
-    real: bool = True,
 ) -> tuple[Table, dict[str, Influence]]:
     """The `effect` of every slice of every layer by rank, and the influence that it was measured with.
 
-    `least` is how far the moments are drawn towards the identity at least; `means` as for `influences`. A layer that
-    `real` data does not reach stays as it is; of other inputs nobody expects that they reach all.
+    A layer that real data does not reach stays as it is; of other inputs nobody expects that they reach all.
     """
     weights = module_weights(model, coverage)
     for layer in coverage.layers:
         check_finite(weights[layer.name], layer.name)
-    found = influences(model, data, list(coverage.layers), LARGEST, settings.seed, means)
+    found = influences(model, inputs.batches, list(coverage.layers), LARGEST, settings.seed, inputs.means)
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
     table.decompositions = settings.decompositions
     for done, layer in enumerate(coverage.layers):
@@ -45,11 +39,11 @@ def effect_table(
             progress(layer.name, done, len(coverage.layers))
         one, weight = found[layer.name], weights[layer.name]
         if one.whole and one.seen.count:
-            target = target_for(layer, weight, one, least)
+            target = target_for(layer, weight, one, inputs.least)
             for name in settings.decompositions:
                 if DECOMPOSITIONS[name].needs == METRIC:
                     table.add(layer, DECOMPOSITIONS[name].score(target, settings.selection))
-        elif one.seen.count or not real:
+        elif one.seen.count or not inputs.real:
             _add_plain(table, layer, weight, one, settings.selection)
     if progress:
         progress("", len(coverage.layers), len(coverage.layers))

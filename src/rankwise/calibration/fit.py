@@ -15,7 +15,7 @@ for the errors of earlier passes, not for each other's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -26,13 +26,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rankwise.calibration.activations import batches
+from rankwise.calibration.inputs import Inputs
 from rankwise.calibration.output_metric import Influence, some_patches
 from rankwise.core.layer import Layer, canonical, stored
 from rankwise.core.linalg import precise
+from rankwise.core.moments import Moments
 from rankwise.decompositions import METRIC, Target, of
 from rankwise.decompositions.whitened import root_of, share_for, shrunk
 from rankwise.planning.plan import Choice, Plan
-from rankwise.surgery.forward import run_example, run_until, undisturbed
+from rankwise.surgery.forward import Batches, Example, run_example, run_until, undisturbed
 from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.modules import mark_of
 from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair, put_factors_
@@ -45,39 +47,38 @@ Task = tuple[Choice, Layer]
 def apply_fitted(
     model: nn.Module,
     plan: Plan,
-    data: Iterable[Any],
+    inputs: Inputs,
     influence: Mapping[str, Influence],
-    moments: Mapping[str, Any] | None = None,
-    least: float = 0.0,
+    moments: Mapping[str, Moments] | None = None,
     seed: int = 0,
     work: int | None = None,
 ) -> nn.Module:
-    """A copy of the model that follows the plan, with what is fitted to data fitted layer after layer.
+    """A copy of the model that follows the plan, with what is fitted to inputs fitted layer after layer.
 
-    `least` is how far moments are drawn towards the identity at least. `work` is how many multiply-adds may be spent on
-    running the networks, WORK unless given; with 0 nothing is run, and layers do not make up for each other.
+    `work` is how many multiply-adds may be spent on running the networks, WORK unless given; with 0 nothing is run, and
+    layers do not make up for each other.
     """
     later = {choice.name for choice in plan.choices if of(choice.option).needs == METRIC}
     layers = match_layers(model, plan)
     tasks = [(choice, layer) for choice, layer in layers if choice.name in later]
     small = copy_model(model)
     replace_layers_(small, plan, fill=True, moments=moments, later=later, layers=layers)  # the others stay for now
-    passes = _passes(model, tasks, data, work)
+    passes = _passes(model, tasks, inputs.batches, work)
     if len(passes) < len(tasks):  # until they are fitted in order, what the original network gives them will do
         for choice, layer in tasks:
             one = influence.get(layer.name)
             if one is not None and one.whole and one.seen.count:
-                share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
+                share = max(inputs.least, share_for(one.seen.count, one.seen.mean.shape[-1]))
                 weight, bias = _weights(model, layer)
-                inputs = one.seen.mean if one.centred else None
-                outputs = None if inputs is None else _through(weight, layer, inputs) + bias.to(inputs)
-                _fit_(small, model, choice, layer, _Target(weight, shrunk(one.moment, share), inputs, outputs), one)
+                mean = one.seen.mean if one.centred else None
+                outputs = None if mean is None else _through(weight, layer, mean) + bias.to(mean)
+                _fit_(small, model, choice, layer, _PairTarget(weight, shrunk(one.moment, share), mean, outputs), one)
     for together in passes:
-        sums = _side_by_side(model, small, together, data, seed)
+        sums = _side_by_side(model, small, together, inputs.batches, seed)
         for choice, layer in together:
             one = influence.get(layer.name)
             centred = one is not None and one.centred
-            target = sums.pop(layer.name).target(*_weights(model, layer), layer, least, centred)
+            target = sums.pop(layer.name).target(*_weights(model, layer), layer, inputs.least, centred)
             _fit_(small, model, choice, layer, target, one)
     for choice, layer in tasks:  # what no input reached comes from its weights
         old = small.get_submodule(layer.name)
@@ -89,7 +90,7 @@ def apply_fitted(
 
 
 @dataclass(frozen=True)
-class _Target:
+class _PairTarget:
     """What a pair should be: W* in the layer's own layout, and M̂ (G, d, d).
 
     `inputs` (G, d) and `outputs` (f,) are means, where a bias makes up for them.
@@ -102,7 +103,7 @@ class _Target:
 
 
 def _fit_(
-    small: nn.Module, model: nn.Module, choice: Choice, layer: Layer, target: _Target, influence: Influence | None
+    small: nn.Module, model: nn.Module, choice: Choice, layer: Layer, target: _PairTarget, influence: Influence | None
 ) -> None:
     """Put the pair in place, fitted; until then the original layer stands there."""
     metric = None if influence is None else root_of(influence.metric)
@@ -137,7 +138,7 @@ def _through(weight: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
     return (rows @ inputs[:, :, None]).flatten()
 
 
-def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any], work: int | None) -> list[list[Task]]:
+def _passes(model: nn.Module, tasks: list[Task], data: Batches, work: int | None) -> list[list[Task]]:
     """Layers in the order in which they first run, those of one pass together; those that never run are left out."""
     if work == 0:
         return []
@@ -162,7 +163,7 @@ def _passes(model: nn.Module, tasks: list[Task], data: Iterable[Any], work: int 
 
 
 @dataclass
-class _Sums:
+class _LayerSums:
     """Of one layer, over calls and batches: Σ x̂ x̂ᵀ (G, d, d), Σ y x̂ᵀ (G, f/G, d), the number of samples.
 
     `inputs` and `outputs` are Σ x̂ (G, d) and Σ y (G, f/G).
@@ -187,7 +188,7 @@ class _Sums:
             self.cross = self.cross + outputs.transpose(1, 2) @ rows
             self.outputs = self.outputs + outputs.sum(1)
 
-    def target(self, weight: Tensor, bias: Tensor, layer: Layer, least: float, centred: bool) -> _Target:
+    def target(self, weight: Tensor, bias: Tensor, layer: Layer, least: float, centred: bool) -> _PairTarget:
         share = max(least, share_for(self.count, self.square.shape[-1]))
         square, cross = self.square / self.count, self.cross / self.count
         means: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -200,22 +201,22 @@ class _Sums:
             cross = cross - bias.to(cross).expand(layer.filters).reshape(outputs.shape)[:, :, None] * inputs[:, None, :]
         moment = shrunk(square, share)
         if not cross.ndim or not bool(moment.diagonal(dim1=1, dim2=2).sum(1).all()):
-            return _Target(weight, moment, *means)
+            return _PairTarget(weight, moment, *means)
         plain = precise(canonical(weight, layer).flatten(2))
         wanted = (1 - share) * cross + plain @ (moment - (1 - share) * square)
         solved = torch.linalg.solve(moment, wanted.transpose(1, 2)).transpose(1, 2)
-        return _Target(stored(solved.reshape(layer.canonical_shape), layer), moment, *means)
+        return _PairTarget(stored(solved.reshape(layer.canonical_shape), layer), moment, *means)
 
 
 def _side_by_side(
-    model: nn.Module, small: nn.Module, tasks: list[Task], data: Iterable[Any], seed: int
-) -> dict[str, _Sums]:
+    model: nn.Module, small: nn.Module, tasks: list[Task], data: Batches, seed: int
+) -> dict[str, _LayerSums]:
     """What layers get in the small network and give in the original, summed up over the data.
 
     What follows after them is not computed, once the original network has shown how often each of them is called.
     """
     layers = [layer for _, layer in tasks]
-    sums = {layer.name: _Sums(torch.Generator().manual_seed(seed)) for layer in layers}
+    sums = {layer.name: _LayerSums(torch.Generator().manual_seed(seed)) for layer in layers}
     often: dict[str, int] = {}
     with undisturbed(model), undisturbed(small):
         for batch in batches(data):
@@ -230,7 +231,7 @@ def _side_by_side(
 
 
 def _calls(
-    model: nn.Module, layers: list[Layer], often: Mapping[str, int], batch: Any
+    model: nn.Module, layers: list[Layer], often: Mapping[str, int], batch: Example
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """Inputs and outputs of layers, call by call; copies, since what follows may work in place.
 

@@ -12,11 +12,9 @@ and a network that is sure of itself (softmax near 0 and 1) does not hide its se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from rankwise.core.layer import Layer
 from rankwise.core.linalg import precise, zeros
 from rankwise.core.moments import Moments
 from rankwise.errors import RankwiseError
-from rankwise.surgery.forward import run_example, tensors_of, undisturbed
+from rankwise.surgery.forward import Batches, Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.fuse import followers
 from rankwise.surgery.hooks import Seen, watching
 
@@ -60,7 +58,7 @@ class Influence:
 
 
 def influences(
-    model: nn.Module, data: Iterable[Any], layers: list[Layer], largest: int, seed: int = 0, means: bool = True
+    model: nn.Module, data: Batches, layers: list[Layer], largest: int, seed: int = 0, means: bool = True
 ) -> dict[str, Influence]:
     """For every layer its influence, relative to the variance of the network's outputs.
 
@@ -101,7 +99,7 @@ def influences(
     return found
 
 
-def _find_means(model: nn.Module, batch: Any, layers: list[Layer], found: dict[str, Influence]) -> None:
+def _find_means(model: nn.Module, batch: Example, layers: list[Layer], found: dict[str, Influence]) -> None:
     norms = {name: norm for norm, name in followers(model, batch).items()}
     for layer in layers:
         one = found[layer.name]

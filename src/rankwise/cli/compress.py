@@ -12,7 +12,7 @@ from torch import nn
 
 from rankwise.calibration.distill import read_effort
 from rankwise.cli import show
-from rankwise.cli.flags import open_model, read_budget, read_folds, read_groups, read_multiple
+from rankwise.cli.flags import open_model, read_budget, read_folds, read_multiple, read_slices
 from rankwise.cli.options import (
     DataOpt,
     ExcludeOpt,
@@ -83,8 +83,11 @@ def compress(
     search: Annotated[
         str | None, typer.Option("--search", help="alternate, minimax, sum, penalty, product, constant or sampling.")
     ] = None,
-    groups: Annotated[
-        str | None, typer.Option("--groups", metavar="K", help="all, any, a number or a list such as 1,2,4.")
+    slices: Annotated[
+        str | None,
+        typer.Option(
+            "--slices", "--groups", metavar="K", help="Slices of a layer: all, any, a number or a list such as 1,2,4."
+        ),
     ] = None,
     folds: Annotated[
         str | None, typer.Option("--folds", metavar="F", help="all, or a list of schemes such as 0,3.")
@@ -129,7 +132,7 @@ def compress(
         "error": error,
         "search": search,
         "seed": seed,
-        "groups": read_groups(groups),
+        "slices": read_slices(slices),
         "folds": read_folds(folds),
         "decompositions": decompositions.split(",") if decompositions else None,
         "clustering": clustering,
@@ -257,9 +260,10 @@ def check_strict(job: Compression) -> None:
 
 def check_pruned(plan: Plan) -> None:
     """--strict for methods that remove filters: every filter must be free to go, but for the network's output."""
-    held = [g for g in plan.search.get("whole", ()) if g["reason"] != OUTPUT and not g["reason"].endswith(EXCLUDED)]
+    whole = plan.search.whole or ()
+    held = [group for group in whole if group.reason != OUTPUT and not group.reason.endswith(EXCLUDED)]
     if held:
-        first = "; ".join(f"{g['layers'][0]}: {g['reason']}" for g in held[:3])
+        first = "; ".join(f"{group.layers[0]}: {group.reason}" for group in held[:3])
         raise RankwiseError(
             f"--strict was given and the filters of {len(held)} groups of layers cannot be removed ({first}): exclude "
             f"them by name, or leave --strict out"
@@ -334,7 +338,7 @@ def _print(done: _Done, split: str) -> None:
         terminal.print("left whole: " + "; ".join(whole))
     for note in show.remarks(plan):
         terminal.print(note)
-    for warning in show.warnings(plan):
+    for warning in plan.warnings:
         terminal.print(f"warning: {warning}")
     terminal.print(show.before_after_grid(plan, done.scores))
     if done.time is not None:

@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 
 from rankwise.cli import show
 from rankwise.cli.options import JsonOpt
-from rankwise.deploy.bench import ENGINES, Job, bench
+from rankwise.deploy.bench import ENGINES, BenchJob, bench
 from rankwise.deploy.export import TARGETS
 from rankwise.deploy.export import export as write
 from rankwise.errors import RankwiseError
@@ -51,7 +51,7 @@ def bench_command(
     """Time, memory and file size of a compressed network against the dense one."""
     _need_folder(folder)
     given: dict[str, Any] = {} if threads is None else {"threads": _numbers("--threads", threads)}
-    job = Job(
+    job = BenchJob(
         str(folder),
         base,
         input,
@@ -165,9 +165,8 @@ def _need_folder(folder: Path) -> None:
 
 def _planned_layout(folder: Path) -> str:
     """The memory layout that the plan's budget in time was measured in; what torch does by itself if there is none."""
-    latency = read_plan(folder).search.get("latency")
-    timing = latency.get("timing") if isinstance(latency, dict) else None
-    layout = timing.get("layout") if isinstance(timing, dict) else None
+    latency = read_plan(folder).search.latency
+    layout = None if latency is None else latency.timing.get("layout")
     return layout if layout in LAYOUTS else LAYOUTS[0]
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from rankwise.errors import RankwiseError
 from rankwise.models import networks
 from rankwise.planning.budget import Budget
+from rankwise.planning.units import PARAMS, UNITS
 
 
 def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
@@ -19,15 +20,15 @@ def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
 
 
 def read_budget(keep: float | None, parts: list[str] | None) -> Budget:
-    values: dict[str, float] = {} if keep is None else {"params": keep}
+    values: dict[str, float] = {} if keep is None else {PARAMS.name: keep}
     for part in parts or []:
         unit, _, text = part.partition("=")
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if unit not in Budget.__dataclass_fields__ or value != value:
-            known = " or ".join(f"{u}=VALUE" for u in Budget.__dataclass_fields__)
+        if unit not in UNITS or value != value:
+            known = " or ".join(f"{u}=VALUE" for u in UNITS)
             raise RankwiseError(f"--budget {part} is not understood: give {known}, such as macs=0.5")
         if unit in values:
             raise RankwiseError(f"the budget for {unit} was given twice: give it once")
@@ -37,12 +38,12 @@ def read_budget(keep: float | None, parts: list[str] | None) -> Budget:
     return Budget(**values)
 
 
-def read_groups(text: str | None) -> str | list[int] | None:
+def read_slices(text: str | None) -> str | list[int] | None:
     if text is None or text in ("all", "any"):
         return text
     parts = text.split(",")
     if not all(p.strip().isdigit() for p in parts):
-        raise RankwiseError(f"--groups {text} is not understood: give all, any, a number or a list such as 1,2,4")
+        raise RankwiseError(f"--slices {text} is not understood: give all, any, a number or a list such as 1,2,4")
     return [int(p) for p in parts]
 
 

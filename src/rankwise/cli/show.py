@@ -16,6 +16,7 @@ from rankwise.core.layer import Coverage
 from rankwise.planning.plan import Plan
 from rankwise.planning.table import Progress as Report
 from rankwise.planning.times import Conditions
+from rankwise.planning.units import UNITS
 from rankwise.reports.curves import panels
 from rankwise.training.limits import Trial
 
@@ -25,7 +26,7 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -135,16 +136,10 @@ def remarks(plan: Plan) -> list[str]:
         "calibration": "fitted on calibration inputs, without labels",
     }
     said = [looked.get(plan.inputs or "", "")]
-    latency = plan.search.get("latency")
-    if isinstance(latency, dict) and isinstance(latency.get("measured"), int | float):
-        said.append(f"time measured for the plan: {latency['measured']:.3f} of the dense network")
+    latency = plan.search.latency
+    if latency is not None and latency.measured is not None:
+        said.append(f"time measured for the plan: {latency.measured:.3f} of the dense network")
     return [text for text in said if text]
-
-
-def warnings(plan: Plan) -> list[str]:
-    """What was done otherwise than was asked for; older plans have it in their search."""
-    old = plan.search.get("warning")
-    return [*plan.warnings, *([old] if isinstance(old, str) else [])]
 
 
 def measured_time(time: dict[str, float]) -> str:
@@ -203,14 +198,12 @@ def _of(kept: tuple[int, ...] | None, wide: int) -> str:
 
 
 def held_filters(plan: Plan) -> list[str]:
-    """Filters that must stay and why, as the search of a plan says; a plan that was edited may say anything."""
+    """Filters that must stay and why, as the search of a plan says."""
     said = []
-    groups = plan.search.get("whole")
-    for group in groups if isinstance(groups, list) else ():
-        layers = group.get("layers") if isinstance(group, dict) else None
-        if isinstance(layers, list) and layers:
-            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
-            said.append(f"{group.get('channels')} filters of {layers[0]}{more} ({group.get('reason')})")
+    for group in plan.search.whole or ():
+        if group.layers:
+            more = f" and {len(group.layers) - 1} more" if len(group.layers) > 1 else ""
+            said.append(f"{group.channels} filters of {group.layers[0]}{more} ({group.reason})")
     return said
 
 
@@ -220,18 +213,13 @@ def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
     grid.add_column("")
     for name in ("before", "after", "keep", "removed"):
         grid.add_column(name, justify="right")
-    for unit, removed in (("params", "CR-P"), ("macs", "CR-F")):
-        before, after = getattr(plan.before, unit), getattr(plan.after, unit)
-        if before:
-            cut = f"{removed} {100 * (1 - after / before):.1f} %"
-            grid.add_row(unit, count(before), count(after), f"{after / before:.4f}", cut)
-    latency = plan.search.get("latency")
-    if isinstance(latency, dict) and {"before", "after"} <= set(latency):
-        before, after = latency["before"], latency["after"]
-        cut = f"{100 * (1 - after / before):.1f} %" if before else ""
-        grid.add_row(
-            "time (predicted)", f"{1e3 * before:.2f} ms", f"{1e3 * after:.2f} ms", f"{after / before:.4f}", cut
-        )
+    for unit in UNITS.values():
+        counts = plan.change(unit.name)
+        if counts is not None and counts[0]:
+            before, after = counts
+            cut = f"{unit.removed} {100 * (1 - after / before):.1f} %".lstrip()
+            shown = [unit.recorded(before), unit.recorded(after)]
+            grid.add_row(unit.title or unit.name, *shown, f"{after / before:.4f}", cut)
     if scores:
         before, after = scores["before"]["top1"], scores["after"]["top1"]
         grid.add_row("top-1", f"{before:.2f} %", f"{after:.2f} %", "", f"{after - before:+.2f}")

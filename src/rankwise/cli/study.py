@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -81,7 +80,12 @@ def run(
 
 
 def _watched_run(
-    study: Study, out: str, engine: Callable[[int], Any], only: list[str], again: bool, as_json: bool
+    study: Study,
+    out: str,
+    engine: runner.MakeWorkers,
+    only: list[str],
+    again: bool,
+    as_json: bool,
 ) -> runner.Outcome:
     lines = sys.stderr if as_json else sys.stdout
     with show.progress("cells") as report:
@@ -111,7 +115,7 @@ def _told(row: dict[str, Any]) -> str:
     return f"CR-P {row['CR-P']:.1f} %, {name} {score[metric]:.2f} % ({change:+.2f}), {row['seconds']['all']:.1f} s"
 
 
-def _engine(ray: str | None, workers: int | None, study: Study) -> Callable[[int], Any]:
+def _engine(ray: str | None, workers: int | None, study: Study) -> runner.MakeWorkers:
     """From the number of cells that are missing to where they run."""
     if ray is not None:
         return lambda count: places.Ray(ray, workers)
@@ -119,7 +123,7 @@ def _engine(ray: str | None, workers: int | None, study: Study) -> Callable[[int
     # A GPU is shared by nobody; without one, every process has the cores that its network asks for.
     default = torch.cuda.device_count() or max(1, cores // max(1, *(int(n.cpus) for n in study.networks)))
 
-    def make(count: int) -> Any:
+    def make(count: int) -> places.Here | places.Pool:
         wanted = min(workers or default, count)
         return places.Here() if wanted == 1 else places.Pool(wanted, max(1, cores // wanted))
 

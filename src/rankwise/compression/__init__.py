@@ -1,7 +1,7 @@
 """The whole job, once for every door: `rankwise.compress`, the command line, studies and training use `Compression`."""
 
-from rankwise.compression.basis import Basis, Seen
+from rankwise.compression.basis import Basis, Observations
 from rankwise.compression.job import Compression, compress
 from rankwise.compression.request import Request
 
-__all__ = ["Basis", "Compression", "Request", "Seen", "compress"]
+__all__ = ["Basis", "Compression", "Observations", "Request", "compress"]

@@ -54,7 +54,7 @@ class Ground:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Observations:
     """What building a plan needs beside the weights: moments of outputs, or inputs and the influence of layers."""
 
     moments: Mapping[str, Moments] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Basis:
     table: Table
     settings: Settings
     times: Times | None
-    seen: Seen
+    seen: Observations
     warnings: tuple[str, ...] = ()
 
     def plan(self, budget: Budget | None, method: str, name: str) -> Plan:
@@ -79,7 +79,7 @@ class Basis:
         if inputs is None:
             return plan.warned(*_unreached(self.unseen, "calibration data"))
         variance = next((one.variance for one in self.seen.influence.values()), 0.0)
-        plan = replace(plan, search={**plan.search, "inputs": inputs.kind, "variance": variance})
+        plan = replace(plan, search=replace(plan.search, inputs=inputs.kind, variance=variance))
         return plan.warned(*self._by_their_weights(plan, inputs))
 
     @property
@@ -130,7 +130,7 @@ def by_weights(ground: Ground, settings: Settings, times: Times | None, *warning
             return table_for(ground.model, ground.coverage, settings, data, report)
 
         table = make() if ground.tables is None else ground.tables(settings, make)
-    return Basis(table, settings, times, Seen(table.moments), warnings)
+    return Basis(table, settings, times, Observations(table.moments), warnings)
 
 
 def _auto(ground: Ground, settings: Settings, times: Times | None) -> Basis:
@@ -150,9 +150,8 @@ def _auto(ground: Ground, settings: Settings, times: Times | None) -> Basis:
 
 def _by_effect(ground: Ground, settings: Settings, times: Times | None, inputs: Inputs) -> Basis:
     with ground.stage("layers") as report:
-        given = (ground.model, ground.coverage, settings, inputs.batches)
-        table, influence = effect_table.effect_table(*given, report, inputs.least, inputs.means, inputs.real)
-    return Basis(table, settings, times, Seen({}, inputs, influence))
+        table, influence = effect_table.effect_table(ground.model, ground.coverage, settings, inputs, report)
+    return Basis(table, settings, times, Observations({}, inputs, influence))
 
 
 def _inputs(ground: Ground, settings: Settings) -> Inputs:

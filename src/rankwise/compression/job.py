@@ -19,7 +19,7 @@ from rankwise.calibration.fit import apply_fitted
 from rankwise.calibration.inputs import NOISE, find_inputs
 from rankwise.calibration.output_metric import influences
 from rankwise.calibration.synthetic import NoInputs
-from rankwise.compression.basis import ALONE, Basis, Ground, Seen, Tables, Watch, by_weights, failed, make_basis
+from rankwise.compression.basis import ALONE, Basis, Ground, Observations, Tables, Watch, by_weights, failed, make_basis
 from rankwise.compression.request import Request
 from rankwise.core.layer import Coverage
 from rankwise.core.linalg import computing_on
@@ -101,7 +101,7 @@ class Compression:
         """What plans for such a budget are made from. Nothing is timed unless time was asked for."""
         settings = self.settings
         assert isinstance(settings, Settings), "methods that remove filters have no table"
-        timed = settings.never_slower or (budget is not None and budget.latency is not None)
+        timed = settings.never_slower or (budget is not None and budget.timed)
         fuse = timed and self.fuses(budget)
         if (timed, fuse) not in self._bases:
             times = None
@@ -112,30 +112,30 @@ class Compression:
             self._bases[timed, fuse] = make_basis(self.ground, settings, times, self.request.is_free)
         return self._bases[timed, fuse]
 
-    def seen(self, plan: Plan) -> Seen:
+    def seen(self, plan: Plan) -> Observations:
         """What building the plan needs beside the weights."""
         if self.request.plan is not None:
             return self._seen_again
-        return Seen() if isinstance(self.settings, Filters) else self.basis(plan.budget).seen
+        return Observations() if isinstance(self.settings, Filters) else self.basis(plan.budget).seen
 
     @cached_property
-    def _seen_again(self) -> Seen:
+    def _seen_again(self) -> Observations:
         """For a plan that was read: with the inputs of the time it was made, the same as at that time."""
         plan, ground = self.plan(None), self.ground
         needs = {of(choice.option).needs for choice in plan.choices}
         if OUTPUTS in needs and ground.data is not None:
-            return Seen(output_moments(self.model, ground.data, self.coverage.layers))
+            return Observations(output_moments(self.model, ground.data, self.coverage.layers))
         if METRIC not in needs:
-            return Seen()
+            return Observations()
         seed = int(plan.settings.get("seed") or 0)
         try:
             inputs = find_inputs(self.model, self.example, ground.data, self.coverage.macs, seed)
         except NoInputs:
-            return Seen()  # surgery says what is missing
+            return Observations()  # surgery says what is missing
         if inputs.kind == NOISE != plan.inputs:
-            return Seen()
+            return Observations()
         layers = list(self.coverage.layers)
-        return Seen({}, inputs, influences(self.model, inputs.batches, layers, LARGEST, seed, inputs.means))
+        return Observations({}, inputs, influences(self.model, inputs.batches, layers, LARGEST, seed, inputs.means))
 
     def check(self) -> None:
         """Refuse a network that there is nothing to do with."""
@@ -156,7 +156,7 @@ class Compression:
             return self.request.fuse
         if self.request.plan is not None:
             return bool(self.request.plan.fused)
-        return budget is not None and budget.latency is not None
+        return budget is not None and budget.timed
 
     # ---- from a budget to a network
 
@@ -175,7 +175,7 @@ class Compression:
         if isinstance(self.settings, Filters):
             return self._filters(self.settings, budget)
         self.basis(budget)  # before the clock runs
-        if budget is None or budget.latency is None:
+        if budget is None or not budget.timed:
             return self._planned(budget)
         timing, fuse = self.request.timing or Timing(), self.fuses(budget)
         with self.ground.stage("timing the plan"):
@@ -202,9 +202,9 @@ class Compression:
             plan = plan.warned(f"the plan was made on {then} inputs, and its layers are fitted to {now} inputs")
         if seen.inputs is None:
             return apply_plan(self.model, plan, seen.moments), plan
-        given = (seen.inputs.batches, seen.influence, seen.moments, seen.inputs.least)
+        work = None if seen.inputs.means else 0
         try:
-            return apply_fitted(self.model, plan, *given, work=None if seen.inputs.means else 0), plan
+            return apply_fitted(self.model, plan, seen.inputs, seen.influence, seen.moments, work=work), plan
         except LinAlgError as err:
             if self.request.plan is not None or not self.request.is_free:
                 raise RankwiseError(f"the calibration data could not be fitted ({err}): give more of it") from None
@@ -229,7 +229,7 @@ class Compression:
             )
         with self.ground.stage("recovery") as report:
             told = None if report is None else lambda done, total, loss: report("", done, total)
-            recover_(small, self.model, data, *read_effort(self.request.recover), progress=told)
+            recover_(small, self.model, data, read_effort(self.request.recover), progress=told)
 
     def finish(self, small: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
         """The network as it is shipped, and a plan that says so: with batch norms folded, in the layout of the plan."""

@@ -44,8 +44,7 @@ class Request:
 
     @property
     def recovers(self) -> bool:
-        steps, seconds = read_effort(self.recover)
-        return bool(steps) and seconds != 0
+        return not read_effort(self.recover).none
 
     @property
     def looks_at_data(self) -> bool:

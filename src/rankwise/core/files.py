@@ -75,7 +75,7 @@ def field(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
     return typed(data[key], kind, f"{key!r} of {where}")
 
 
-def typed(value: Any, kind: type, where: str) -> Any:
+def typed(value: object, kind: type, where: str) -> Any:
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise RankwiseError(f"{where} must be {_NAMES.get(kind, kind.__name__)}, and it is {_name_of(value)}")
@@ -90,7 +90,7 @@ def strict(data: dict[str, Any], known: Iterable[str], where: str) -> None:
         raise RankwiseError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
 
 
-def whole_numbers(value: Any, where: str) -> tuple[int, ...]:
+def whole_numbers(value: object, where: str) -> tuple[int, ...]:
     return tuple(typed(v, int, f"every entry of {where}") for v in typed(value, list, where))
 
 
@@ -105,7 +105,7 @@ def check_format(data: dict[str, Any], ours: int, where: str) -> None:
         raise RankwiseError(f"{where} has format {theirs}, which never existed: restore it or write it again")
 
 
-def _name_of(value: Any) -> str:
+def _name_of(value: object) -> str:
     if isinstance(value, str | int | float | bool | None):
         text = repr(value)
         return text if len(text) <= 60 else text[:57] + "..."

@@ -12,7 +12,7 @@ gives the same views in any number of threads. Padding comes before normalisatio
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise.errors import RankwiseError, need
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 PADDING = {"shift": 1, "cifar": 2}
 FLIPPED = ("cifar", "imagenet", "voc")
@@ -76,7 +79,7 @@ def crop_box(width: int, height: int, chance: Tensor) -> tuple[int, int, int, in
     return left, top, left + w, top + h
 
 
-def resized_crop(image: Any, size: int, chance: Tensor) -> Tensor:
+def resized_crop(image: Image, size: int, chance: Tensor) -> Tensor:
     """A PIL image → uint8, C×size×size."""
     bilinear = need("PIL.Image", extra="train", purpose="scaling images").Resampling.BILINEAR
     box = crop_box(image.width, image.height, chance[:-1])
@@ -84,7 +87,7 @@ def resized_crop(image: Any, size: int, chance: Tensor) -> Tensor:
     return view.flip(-1) if chance[-1] < 0.5 else view
 
 
-def scaled_crop(image: Any, mask: Any, size: int, chance: Tensor) -> tuple[Tensor, Tensor]:
+def scaled_crop(image: Image, mask: Image, size: int, chance: Tensor) -> tuple[Tensor, Tensor]:
     """A PIL image and its mask → uint8, C×size×size and size×size; what the image does not cover is black and ignored.
 
     `chance`, 4 numbers: scale, row, column, mirror.
@@ -103,7 +106,7 @@ def scaled_crop(image: Any, mask: Any, size: int, chance: Tensor) -> tuple[Tenso
     return pixels, classes[0]
 
 
-def to_tensor(image: Any) -> Tensor:
+def to_tensor(image: Image) -> Tensor:
     """A PIL image → uint8, C×H×W."""
     pixels = torch.from_numpy(np.array(image))
     return pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1)

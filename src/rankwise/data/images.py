@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rankwise.errors import RankwiseError, need
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Pixels = Callable[[Tensor], Tensor]  # positions (int64, B) → uint8, B×C×H×W
 Encoded = Callable[[list[int]], list[bytes | str]]  # positions → files' contents or paths
@@ -103,7 +106,7 @@ class Decoder:
             images[at] = self._decode(image, at)
         return images
 
-    def _decode(self, image: Any, at: int) -> Tensor:
+    def _decode(self, image: Image, at: int) -> Tensor:
         """A PIL image → uint8, C×H×W."""
         with readable(self.rows, at):
             image = image.convert(self.mode) if self.mode else image.copy()
@@ -116,7 +119,7 @@ class Decoder:
         return RankwiseError(f"the images of {self.rows.name} are of different sizes: give a size, such as 224")
 
 
-def _centre(image: Any, size: int) -> Any:
+def _centre(image: Image, size: int) -> Image:
     """What ImageNet networks are tested on: shorter side to size·256/224, then the middle size×size."""
     bilinear = need("PIL.Image", extra="train", purpose="scaling images").Resampling.BILINEAR
     shorter = round(size * 256 / 224)
@@ -126,7 +129,7 @@ def _centre(image: Any, size: int) -> Any:
     return image.crop((left, top, left + size, top + size))
 
 
-def _exact(image: Any, size: int, mode: str) -> Any:
+def _exact(image: Image, size: int, mode: str) -> Image:
     resampling = need("PIL.Image", extra="train", purpose="scaling images").Resampling
     return image.resize((size, size), resampling.BILINEAR if mode else resampling.NEAREST)
 
@@ -140,7 +143,7 @@ def colour_mode(rows: Rows) -> str:
     return "L" if all(image.mode in _GREY for _, image in opened(rows, look_at)) else "RGB"
 
 
-def opened(rows: Rows, positions: Tensor) -> Iterator[tuple[int, Any]]:
+def opened(rows: Rows, positions: Tensor) -> Iterator[tuple[int, Image]]:
     """(position, PIL image of which only the header is read)."""
     opener = need("PIL.Image", extra="train", purpose="reading images").open
     for chunk in torch.split(positions, _AT_ONCE):

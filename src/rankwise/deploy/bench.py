@@ -28,6 +28,7 @@ from rankwise.models import networks
 from rankwise.models.inputs import example_for
 from rankwise.planning.table import Progress
 from rankwise.surgery import checkpoint
+from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import fuse
 from rankwise.timing.cache import machine
 from rankwise.timing.clock import Run, Timing, inputs_for, on_threads, race, ready_to_run
@@ -38,7 +39,7 @@ SECONDS = 20.0  # for one comparison
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """What to time: a folder, inputs of a shape in batches of several sizes, on so many threads, by several engines."""
 
     folder: str
@@ -63,7 +64,7 @@ class Job:
             Timing(threads=threads)
 
 
-def bench(job: Job, progress: Progress | None = None) -> dict[str, Any]:
+def bench(job: BenchJob, progress: Progress | None = None) -> dict[str, Any]:
     """Everything about the two networks that can be measured, as one JSON document."""
     plan = checkpoint.read_plan(job.folder)
     dense, small, _ = _open(job)
@@ -92,7 +93,7 @@ def bench(job: Job, progress: Progress | None = None) -> dict[str, Any]:
     }
 
 
-def _open(job: Job) -> tuple[nn.Module, nn.Module, Any]:
+def _open(job: BenchJob) -> tuple[nn.Module, nn.Module, Example]:
     """The dense network, the compressed one, and an example input."""
     small = networks.build(job.folder, base=job.base).eval()
     example = example_for(job.folder, job.input, small)
@@ -101,7 +102,7 @@ def _open(job: Job) -> tuple[nn.Module, nn.Module, Any]:
     return _dense(job), fuse(small, example) if job.fuse else small, example
 
 
-def _dense(job: Job) -> nn.Module:
+def _dense(job: BenchJob) -> nn.Module:
     """The network that was compressed; its weights are of no interest here, and random."""
     return networks.build(job.base or networks.architecture(job.folder)).eval()
 
@@ -110,7 +111,7 @@ def _bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in model.state_dict().values())
 
 
-def _child(job: Job, part: dict[str, Any]) -> list[dict[str, Any]]:
+def _child(job: BenchJob, part: dict[str, Any]) -> list[dict[str, Any]]:
     """Run a part of the job in a process of its own; where that fails, rows that say why."""
     threads = str(part.get("threads", max(job.threads)))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -128,7 +129,7 @@ def _child(job: Job, part: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _work(task: dict[str, Any]) -> list[dict[str, Any]]:
     """The child's side of `_child`."""
-    job = Job(**task["job"])
+    job = BenchJob(**task["job"])
     if "memory" in task:
         return [{"peak": _peak(job, task["memory"], task["batch"])}]
     dense, small, example = _open(job)
@@ -142,7 +143,9 @@ def _work(task: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _compare(models: list[nn.Module], example: Any, job: Job, engine: str, threads: int, batch: int) -> dict[str, Any]:
+def _compare(
+    models: list[nn.Module], example: Example, job: BenchJob, engine: str, threads: int, batch: int
+) -> dict[str, Any]:
     timing = Timing(batch, threads, job.layout, engine == "compiled", job.repeats)
     with on_threads(threads), torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         if engine == "onnx":
@@ -160,7 +163,7 @@ def _compare(models: list[nn.Module], example: Any, job: Job, engine: str, threa
     return {"dense": dense.to_json(), "compressed": small.to_json(), "ratio": ratio}
 
 
-def _peak(job: Job, side: str, batch: int) -> int:
+def _peak(job: BenchJob, side: str, batch: int) -> int:
     """Bytes at the most in a process that opens one network and runs it once."""
     model = _dense(job) if side == "dense" else networks.build(job.folder, base=job.base).eval()
     example = example_for(job.folder, job.input, model)

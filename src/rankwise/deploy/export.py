@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError, need
-from rankwise.surgery.forward import run_example, tensors_of, undisturbed
+from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.timing.clock import Timing, inputs_for
 
 TARGETS = {"onnx": "model.onnx", "exported": "model.pt2"}
 CLOSE = 1e-3  # largest difference of an output from PyTorch's, relative to its largest entry
 
 
-def export(model: nn.Module, example: Any, path: str | Path, to: str = "onnx") -> dict[str, Any]:
+def export(model: nn.Module, example: Example, path: str | Path, to: str = "onnx") -> dict[str, Any]:
     """Write the model as an ONNX file or a torch.export program for batches of any size.
 
     The file is opened again and its outputs are compared with the model's own, for two batch sizes, before it gets its
@@ -47,7 +47,7 @@ def export(model: nn.Module, example: Any, path: str | Path, to: str = "onnx") -
     return {**found, "batch": "any" if why is None else batches[0], **({} if why is None else {"why": why})}
 
 
-def _write(model: nn.Module, example: Any, path: Path, to: str) -> tuple[list[int], str | None]:
+def _write(model: nn.Module, example: Example, path: Path, to: str) -> tuple[list[int], str | None]:
     """The batch sizes to compare, and why there is only one if that is so."""
     write = {"onnx": _write_onnx, "exported": _write_exported}[to]
     own = _batch_of(example)
@@ -114,7 +114,7 @@ def open_onnx(path: str | Path, threads: int = 0) -> Any:
     return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def _compare(model: nn.Module, example: Any, path: Path, to: str, batch: int) -> float:
+def _compare(model: nn.Module, example: Example, path: Path, to: str, batch: int) -> float:
     """The largest relative difference between the file's outputs and the model's; an error where that is large."""
     args, kwargs = _inputs(model, example, batch)
     wanted = tensors_of(run_example(model, kwargs or args))
@@ -135,7 +135,7 @@ def _gap(wanted: Tensor, given: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max().clamp_min(1e-12))
 
 
-def _inputs(model: nn.Module, example: Any, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(model: nn.Module, example: Example, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The example in another batch size; inputs differ from each other, or a mix-up would not show."""
     args, kwargs = inputs_for(model, example, Timing(batch=batch))
     random = torch.Generator().manual_seed(0)
@@ -149,7 +149,7 @@ def _inputs(model: nn.Module, example: Any, batch: int) -> tuple[tuple[Any, ...]
     return tuple(map(vary, args)), {k: vary(v) for k, v in kwargs.items()}
 
 
-def _batch_of(example: Any) -> int:
+def _batch_of(example: Example) -> int:
     values = (
         example.values()
         if isinstance(example, Mapping)

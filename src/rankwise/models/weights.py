@@ -108,7 +108,7 @@ def _may_be_absent(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> di
     return {**counters, **found}
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _place(tensor: Tensor) -> tuple[object, ...]:
     # The address alone is not enough: all empty tensors share it, and so do all tensors on "meta".
     unique = id(tensor) if tensor.data_ptr() == 0 else 0
     return tensor.data_ptr(), unique, tuple(tensor.shape), tensor.stride()

@@ -3,91 +3,105 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from fractions import Fraction
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
 
 from rankwise.core.layer import Coverage
 from rankwise.errors import RankwiseError
+from rankwise.planning.times import Times
+from rankwise.planning.units import UNITS, Unit
 
-# Predicted times are a little off: so much more of the time must go, by prediction, than was asked for.
-RESERVE = Fraction(7, 100)
+Value = float | int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False)
 class Budget:
     """What may remain, in one unit or several at once.
 
     A value up to 1 is a fraction of the whole network, above 1 a count. `params` counts every parameter
     of the network, also those of layers that are left alone; `macs` every multiply-add of the example; `latency` is a
-    fraction of the time that the network takes as it is, which has to be measured.
+    fraction of the time that the network takes as it is, which has to be measured. Further units of the registry
+    (units.py) are given and read by their names as well, and are kept in `others`.
 
     >>> Budget(params=0.4)
     Budget(params=0.4, macs=None, latency=None)
     """
 
-    params: float | int | None = None
-    macs: float | int | None = None
-    latency: float | None = None
+    params: Value
+    macs: Value
+    latency: Value
+    others: tuple[tuple[str, float | int], ...]
 
-    def __post_init__(self) -> None:
+    def __init__(self, params: Value = None, macs: Value = None, latency: Value = None, **others: Value) -> None:
+        kept = cast(Iterable[tuple[str, Value]], others.pop("others", None) or ())  # from dataclasses.replace
+        others = {**dict(kept), **others}
+        unknown = [name for name in others if name not in UNITS]
+        if unknown:
+            raise RankwiseError(f"the budget has the unknown unit {unknown[0]!r}: possible are {', '.join(UNITS)}")
+        given = tuple((name, others[name]) for name in UNITS if others.get(name) is not None)
+        for field, value in {"params": params, "macs": macs, "latency": latency, "others": given}.items():
+            object.__setattr__(self, field, value)
         if not self.units:
-            raise RankwiseError(
-                "a budget needs at least one of params=, macs= (a fraction or a count) and latency= (a fraction)"
-            )
-        for unit in self.units:
-            value = getattr(self, unit)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or (isinstance(value, float) and not math.isfinite(value)):
-                raise RankwiseError(f"the budget {unit}={value!r} must be a number: a fraction up to 1 or a count")
-            if value <= 0:
-                raise RankwiseError(f"the budget {unit}={value!r} must be above 0: a fraction up to 1 or a count")
-            if unit == "latency" and value > 1:
-                raise RankwiseError(
-                    f"the budget latency={value!r} is above 1: it is a fraction of the measured time, such as 0.6"
-                )
-            if value > 1 and value != int(value):
-                raise RankwiseError(
-                    f"the budget {unit}={value!r} is above 1, so it is a count, and counts are whole numbers: "
-                    f"for a fraction give a value up to 1 (0.4 keeps 40 %)"
-                )
+            raise RankwiseError(f"a budget needs at least one of {_possible()}")
+        for name in self.units:
+            _check(UNITS[name], getattr(self, name))
+
+    def __getattr__(self, name: str) -> Value:
+        """A unit that is no field: its value, or None."""
+        if name in UNITS:
+            return dict(self.__dict__.get("others", ())).get(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def units(self) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+        return tuple(name for name in UNITS if getattr(self, name) is not None)
+
+    @property
+    def timed(self) -> bool:
+        """Whether times have to be measured for it."""
+        return any(UNITS[name].timed for name in self.units)
 
     def limit(self, unit: str, total: int) -> int:
-        """The count that must not be exceeded. A fraction means its digits: 0.29 of 100 is 29, not 28.99…96."""
-        value = getattr(self, unit)
-        return math.floor(Fraction(str(float(value))) * total) if value <= 1 else min(int(value), total)
+        """The count that it names; `limits` also keep the unit's reserve."""
+        return UNITS[unit].asked(getattr(self, unit), total)
 
-    def limits(self, coverage: Coverage, nanoseconds: int | None = None) -> dict[str, int]:
-        """The most of every unit; `nanoseconds` is what the whole network takes, if that was measured."""
-        if self.macs is not None and coverage.macs is None:
-            raise RankwiseError(
-                "a budget in macs needs an example input to count positions: pass one "
-                "(on the command line: --input 1,3,224,224)"
-            )
-        if self.latency is not None and nanoseconds is None:
-            raise RankwiseError(
-                "a budget in latency needs measured times: use rankwise.compress with an example input, or set "
-                "table.times = rankwise.measure_times(model, example); methods that remove filters have none"
-            )
-        totals = {"params": coverage.params, "macs": coverage.macs or 0, "latency": nanoseconds or 0}
-        limits = {unit: self.limit(unit, totals[unit]) for unit in self.units}
-        if self.latency is not None:
-            total = totals["latency"]
-            limits["latency"] = total - math.ceil((total - limits["latency"]) * (1 + RESERVE))
-        return limits
+    def limits(self, coverage: Coverage, times: Times | None = None) -> dict[str, int]:
+        """The most of every unit that a plan may have; some units need `times` that were measured."""
+        totals = {name: UNITS[name].total(coverage, times) for name in self.units}
+        return {name: UNITS[name].limit(getattr(self, name), total) for name, total in totals.items()}
 
-    @staticmethod
-    def keep_for(nanoseconds: int, total: int) -> float:
-        """The least latency to ask for where a plan takes so long: `limits` the other way round, rounded up."""
-        share = 1 - Fraction(total - nanoseconds - 2, max(1, total)) / (1 + RESERVE)
-        return math.ceil(10_000 * share) / 10_000
+    def to_json(self) -> dict[str, float | int]:
+        return {name: getattr(self, name) for name in self.units}
 
-    def to_json(self) -> dict[str, Any]:
-        return {unit: getattr(self, unit) for unit in self.units}
+    def __repr__(self) -> str:
+        parts = [("params", self.params), ("macs", self.macs), ("latency", self.latency), *self.others]
+        return f"Budget({', '.join(f'{name}={value!r}' for name, value in parts)})"
 
     def __str__(self) -> str:
-        return ", ".join(f"{unit} {getattr(self, unit):g}" for unit in self.units)
+        return ", ".join(f"{name} {getattr(self, name):g}" for name in self.units)
+
+
+def _possible() -> str:
+    """The keywords, and whether each takes counts."""
+    counts = ", ".join(f"{u.name}=" for u in UNITS.values() if not u.fraction_of)
+    fractions = ", ".join(f"{u.name}=" for u in UNITS.values() if u.fraction_of)
+    return f"{counts} (a fraction or a count) and {fractions} (a fraction)"
+
+
+def _check(unit: Unit, value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or (isinstance(value, float) and not math.isfinite(value)):
+        raise RankwiseError(f"the budget {unit.name}={value!r} must be a number: a fraction up to 1 or a count")
+    assert isinstance(value, int | float)
+    if value <= 0:
+        raise RankwiseError(f"the budget {unit.name}={value!r} must be above 0: a fraction up to 1 or a count")
+    if unit.fraction_of and value > 1:
+        raise RankwiseError(
+            f"the budget {unit.name}={value!r} is above 1: it is a fraction of {unit.fraction_of}, such as 0.6"
+        )
+    if value > 1 and value != int(value):
+        raise RankwiseError(
+            f"the budget {unit.name}={value!r} is above 1, so it is a count, and counts are whole numbers: "
+            f"for a fraction give a value up to 1 (0.4 keeps 40 %)"
+        )

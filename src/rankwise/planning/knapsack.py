@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,10 +30,22 @@ from rankwise.planning.minimax import Solution, combine
 # Partial sums kept for each layer. Beyond this the most promising stay and the gap is no longer zero.
 STATES = 20_000
 SEVERAL = 2_000  # the same for three budgets, where finding out which are worth keeping takes longer
-# Passes: partial sums to make in each, and one layer gets at most such a part (an eighth, …) of those left, at least an
-# equal share. Few layers with many sums find what is hard, many layers with few sums finish it; each pass profits from
-# the incumbent before it. Counted, not timed, so that the same request gives the same plan on every machine.
-WORK = ((250_000, 8), (1_000_000, 64), (2_000_000, 8))
+
+
+class Pass(NamedTuple):
+    """How many partial sums to make, and at most such a part (an eighth, …) of those left in one layer.
+
+    Counted, not timed, so that the same request gives the same plan on every machine.
+    """
+
+    work: int
+    part: int
+    above: float = 0.0  # only where the gap is still larger
+
+
+# Many sums in few layers find what is hard, few sums in many layers finish it; each pass profits from the incumbent
+# before it. The last is for layers whose errors fall in one long step (flat spectra), where relaxations say little.
+PASSES = (Pass(250_000, 8), Pass(1_000_000, 64), Pass(2_000_000, 8), Pass(8_000_000, 8, above=1e-6))
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,12 @@ class Incumbent:
     value: float
     bound: float
 
+    @property
+    def gap(self) -> float:
+        if self.value <= self.bound:
+            return 0.0
+        return 1.0 if math.isinf(self.value) else (self.value - self.bound) / self.value
+
 
 def least_sum(menus: list[Menu], room: Sequence[int]) -> Solution | None:
     """The choice of points with the least sum of errors within the room; None if nothing fits."""
@@ -70,9 +89,9 @@ def least_sum(menus: list[Menu], room: Sequence[int]) -> Solution | None:
     tightest = max(relaxed, key=lambda t: t.bound)
     picks = min(found, key=fronts.value, default=None)
     best = Incumbent(picks, math.inf if picks is None else fronts.value(picks), tightest.bound)
-    for work, part in WORK:
-        if best.value > best.bound:
-            best = _improve(fronts, best, tightest, space, work, part)
+    for each in PASSES:
+        if best.gap > each.above:
+            best = _improve(fronts, best, tightest, space, each)
     if best.picks is None:
         return None
     return Solution(fronts.points(best.picks), best.value, min(best.value, best.bound))
@@ -178,19 +197,19 @@ class Sums:
         return np.array(found[::-1], dtype=np.int64)
 
 
-def _improve(fronts: Fronts, best: Incumbent, relaxed: Relaxation, space: Array, work: int, part: int) -> Incumbent:
+def _improve(fronts: Fronts, best: Incumbent, relaxed: Relaxation, space: Array, limits: Pass) -> Incumbent:
     """One pass of reduction and dynamic programming. The bound is the value if nothing was dropped."""
     core = _reduce(fronts, best.value, relaxed, space)
     least = _suffix([fronts.costs[points].min(axis=0) for points in core.alive])
     sums = Sums(np.zeros((1, len(space))), np.zeros(1), np.zeros(1), ())
-    picks, value, missed = best.picks, best.value, math.inf
+    picks, value, missed, work = best.picks, best.value, math.inf, limits.work
     pool, rounded = np.sort(np.concatenate(core.alive)), np.zeros(0, dtype=np.int64)
     for place, points in enumerate(core.alive):
         work -= len(points) * len(sums.errors)
         rest = _rest(fronts, core, place)
         sums = _grow(fronts, core, sums, points, rest, space)
         good = (sums.costs + least[place + 1] <= space).all(axis=1) & (sums.promise <= value + core.tolerance)
-        sums, dropped = _thin(sums.pick(np.flatnonzero(good)), core.most(place + 1, work, part))
+        sums, dropped = _thin(sums.pick(np.flatnonzero(good)), core.most(place + 1, work, limits.part))
         missed = min(missed, dropped - core.tolerance)
         if not len(sums.errors):
             break

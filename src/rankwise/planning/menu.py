@@ -13,11 +13,11 @@ from rankwise.core.layer import Layer
 from rankwise.core.linalg import Array, Ints
 from rankwise.core.measures import Curve
 from rankwise.core.option import Option
-from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Selection, costs
+from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Selection
 from rankwise.errors import RankwiseError
 from rankwise.planning.hull import undominated
 from rankwise.planning.table import Table
-from rankwise.planning.times import MARGIN
+from rankwise.planning.units import LATENCY, UNITS, Unit
 
 
 class Point(NamedTuple):
@@ -154,54 +154,50 @@ def menus(
     """A menu for every layer of the table, with the options that `selection` and `decompositions` allow."""
     selection = selection or Selection()
     rules = rules or Rules()
-    if table.times is None and ("latency" in units or rules.never_slower):
+    asked = tuple(UNITS[name] for name in units)
+    if rules.never_slower and table.times is None:
         raise RankwiseError(
-            "never_slower and budgets in latency need measured times: use rankwise.compress with an example input, "
-            "or set table.times = rankwise.measure_times(model, example)"
+            "never_slower needs measured times: use rankwise.compress with an example input, or set "
+            "table.times = rankwise.measure_times(model, example)"
         )
-    key = ("menus", units, measure, repr(selection), decompositions, rules, id(table.times))
+    # Units and times themselves, not their names: a key keeps what it stands for alive, so it cannot stand for another.
+    key = ("menus", asked, measure, repr(selection), decompositions, rules, table.times)
     if key not in table.cache:
         table.cache[key] = [
-            _menu(table, layer, units, measure, _wanted(table, layer, selection, decompositions), rules)
+            _menu(table, layer, asked, measure, _wanted(table, layer, selection, decompositions), rules)
             for layer in table.coverage.layers
         ]
     return table.cache[key]  # type: ignore[no-any-return]
 
 
 def _menu(
-    table: Table, layer: Layer, units: tuple[str, ...], measure: str, options: list[Option], rules: Rules
+    table: Table, layer: Layer, units: tuple[Unit, ...], measure: str, options: list[Option], rules: Rules
 ) -> Menu:
-    timed = "latency" in units or rules.never_slower
-    whole = {"params": layer.params, "macs": layer.macs}
-    whole["latency"] = table.times.dense(layer.name) if table.times else None
+    smaller = dict.fromkeys([*units, *([LATENCY] if rules.never_slower else [])])  # in which an offer must be
+    whole = {unit: unit.layer(layer, table.times) for unit in smaller}
     dense = tuple(int(whole[unit] or 0) for unit in units)
     offers = []
     for option in options:
-        params, macs = costs(layer, option)
-        by_unit: dict[str, Ints | None] = {"params": params, "macs": macs, "latency": None}
-        if table.times and timed:
-            by_unit["latency"] = table.times.by_rank(layer, option)
-        if timed and by_unit["latency"] is None:
-            continue  # nobody knows how long it takes
-        columns = [params if (column := by_unit[u]) is None else column for u in units]
+        by_unit = {unit: unit.by_rank(layer, option, table.times) for unit in smaller}
+        known = {unit: by_rank for unit, by_rank in by_unit.items() if by_rank is not None}
+        if len(known) < len(by_unit):
+            continue  # nobody knows what it costs, or how long it takes
         curve = table.curve(layer, option, measure)
-        limits = [_largest(by_unit[u], u, whole[u]) for u in (*units, *(["latency"] if rules.never_slower else []))]
+        limits = [_largest(by_rank, unit.margin, whole[unit]) for unit, by_rank in known.items()]
         most = min([len(curve) - 1, *(m for m in limits if m is not None)]) if any(dense) else 0
-        offer = Offer(option, np.stack(columns, axis=1), curve, most)
+        offer = Offer(option, np.stack([known[unit] for unit in units], axis=1), curve, most)
         offer = offer if rules.multiple == 1 else _round(offer, layer, rules.multiple)
         if offer.most >= 1:
             offers.append(offer)
     return Menu(layer, tuple(offers), Point(dense, 0.0, None, 0))
 
 
-def _largest(by_rank: Ints | None, unit: str, dense: int | None) -> int | None:
-    """The largest rank that costs less than the layer itself; in time, by more than measurements are off.
+def _largest(by_rank: Ints, margin: float, dense: int | None) -> int | None:
+    """The largest rank that costs less than the layer itself; by more than measurements are off, where it is measured.
 
     A unit in which the layer costs nothing (it is not called) cannot get smaller and does not count: None.
     """
-    if not dense or by_rank is None:
-        return None
-    return int(by_rank.searchsorted(dense * MARGIN if unit == "latency" else dense)) - 1
+    return int(by_rank.searchsorted(dense * margin)) - 1 if dense else None
 
 
 def _round(offer: Offer, layer: Layer, multiple: int) -> Offer:

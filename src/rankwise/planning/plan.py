@@ -15,7 +15,9 @@ from rankwise.core.option import Cost, Option
 from rankwise.decompositions import PLAIN, check_option, full_rank
 from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
+from rankwise.planning.findings import Findings, read_findings
 from rankwise.planning.times import LAYOUTS
+from rankwise.planning.units import UNITS
 
 FORMAT = 2  # 1 called slices groups
 LISTED = 5  # names in a sentence
@@ -126,7 +128,7 @@ class Plan:
     after: Cost
     layers: tuple[Choice | Pruned | Skipped, ...]
     settings: dict[str, Any] = field(default_factory=dict)
-    search: dict[str, Any] = field(default_factory=dict)
+    search: Findings = field(default_factory=Findings)
     fused: dict[str, str] = field(default_factory=dict)
     layout: str | None = None
     warnings: tuple[str, ...] = ()
@@ -146,8 +148,7 @@ class Plan:
     @property
     def inputs(self) -> str | None:
         """What the plan was measured on: calibration, synthetic or noise; None for weights alone."""
-        found = self.search.get("inputs")
-        return "synthetic" if found == "imagined" else found if isinstance(found, str) else None  # as it was called
+        return self.search.inputs
 
     def warned(self, *more: str) -> Plan:
         """The plan with more warnings, each of them once."""
@@ -155,20 +156,25 @@ class Plan:
 
     def keep(self, unit: str = "params") -> float:
         """What remains ÷ what was there: 1 − CR-P for params, 1 − CR-F for macs; for latency as it was predicted."""
-        if unit == "latency":
-            found = self.search.get("latency")
-            if not isinstance(found, dict) or not isinstance(found.get("keep"), int | float):
-                raise RankwiseError(
-                    "the plan does not know its latency: plan with a budget in latency, or never_slower"
-                )
-            return float(found["keep"])
-        before, after = getattr(self.before, unit), getattr(self.after, unit)
-        if before is None:
-            raise RankwiseError(f"the plan does not know its {unit}: plan with an example input")
+        counts = self.change(unit)
+        if counts is None:
+            advice = UNITS[unit].advice if unit in UNITS else ""
+            raise RankwiseError(f"the plan does not know its {unit}: {advice or f'plan with a budget in {unit}'}")
+        before, after = counts
         return float(after / before) if before else 1.0
 
+    def change(self, unit: str) -> tuple[float, float] | None:
+        """What there is of a unit before and after; None if the plan does not know. Time is in seconds."""
+        if unit in Cost.__dataclass_fields__:
+            before, after = getattr(self.before, unit), getattr(self.after, unit)
+        else:
+            before, after = self.search.change(unit) or (None, None)
+        if not isinstance(before, int | float) or not isinstance(after, int | float):
+            return None
+        return before, after
+
     def to_json(self) -> dict[str, Any]:
-        body = {k: v for k, v in asdict(self).items() if k != "budget"}
+        body = {k: v for k, v in asdict(self).items() if k != "budget"} | {"search": self.search.to_json()}
         for entry in body["layers"]:
             for key in ("outer", "clusters"):  # only where there are any: most plans have none
                 if not entry.get(key, True):
@@ -202,13 +208,15 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
     files.check_format(data, FORMAT, where)
     files.strict(data, ["format", *Plan.__dataclass_fields__], where)
     budget = files.field(data, "budget", dict, where)
-    files.strict(budget, Budget.__dataclass_fields__, f"the budget of {where}")
+    files.strict(budget, UNITS, f"the budget of {where}")
     layers = [_read_entry(e, where) for e in files.field(data, "layers", list, where)]
     names = [entry.name for entry in layers]
     twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise RankwiseError(f"{where} names layer {twice[0]!r} more than once")
-    return Plan(
+    search = dict(files.typed(data.get("search", {}), dict, f"'search' of {where}"))
+    old = [files.typed(search.pop("warning"), str, f"'warning' of {where}")] if "warning" in search else []
+    plan = Plan(
         model=files.field(data, "model", str, where),
         method=files.field(data, "method", str, where),
         budget=Budget(**budget),
@@ -216,7 +224,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
         after=_read_cost(data, "after", where),
         layers=tuple(layers),
         settings=files.typed(data.get("settings", {}), dict, f"'settings' of {where}"),
-        search=files.typed(data.get("search", {}), dict, f"'search' of {where}"),
+        search=read_findings(search, f"'search' of {where}"),
         fused={
             norm: files.typed(layer, str, f"{norm!r} in 'fused' of {where}")
             for norm, layer in files.typed(data.get("fused", {}), dict, f"'fused' of {where}").items()
@@ -227,6 +235,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
             for text in files.typed(data.get("warnings", []), list, f"'warnings' of {where}")
         ),
     )
+    return plan.warned(*old)  # there was one at most, and it stood beside what the search found
 
 
 def _read_layout(data: dict[str, Any], where: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from rankwise.core.layer import Layer, Skipped
@@ -16,6 +15,7 @@ from rankwise.decompositions import DECOMPOSITIONS, PLAIN, Selection, cost_at
 from rankwise.decompositions.clusters import check_clustering
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
+from rankwise.planning.findings import Findings, Latency
 from rankwise.planning.knapsack import least_sum
 from rankwise.planning.menu import Menu, Point, Rules, menus
 from rankwise.planning.minimax import Solution, alternate, combine, constant, minimax
@@ -23,6 +23,7 @@ from rankwise.planning.plan import Choice, Plan, listed
 from rankwise.planning.signal_rank import signal_points
 from rankwise.planning.table import Table
 from rankwise.planning.times import MARGIN, NANO
+from rankwise.planning.units import LATENCY, UNITS
 from rankwise.planning.walks import penalty, product
 
 SEARCHES = ("alternate", "minimax", "sum", "penalty", "product", "constant")
@@ -84,7 +85,8 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
     if budget is None and not needs_budget(settings):
         points = signal_points(table, settings.decompositions[0], settings.error)
         reached = Budget(params=_after(table, points).params)
-        return _make_plan(table, points, reached, settings, method, model, {"ranks": "vbmf"})
+        plan = _make_plan(table, points, reached, settings, Findings(ranks="vbmf"))
+        return replace(plan, method=method, model=model)
     if not isinstance(budget, Budget):
         raise RankwiseError(f"a Budget is needed, and {budget!r} was given: for instance Budget(params=0.4)")
     if settings.error == "exact" and table.weights is not None:
@@ -95,26 +97,24 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
             f"clustering={settings.clustering!r}, or ask for those it has"
         )
     settings = replace(settings, clustering=table.clustering)
-    coverage = table.coverage
-    whole = {"params": coverage.params, "macs": coverage.macs or 0, "latency": table.times.total if table.times else 0}
-    limits = budget.limits(coverage, table.times.total if table.times else None)
+    limits = budget.limits(table.coverage, table.times)
     offered = _offers(table, budget, settings, settings.never_slower)
-    fixed = [whole[u] - sum(m.dense.cost[i] for m in offered) for i, u in enumerate(budget.units)]
-    if table.times is not None and "latency" in budget.units:
-        fixed[budget.units.index("latency")] = table.times.fixed
-    room = [limits[u] - f for u, f in zip(budget.units, fixed, strict=True)]
+    fixed = [UNITS[name].fixed(table.coverage, table.times) for name in budget.units]
+    room = [limits[name] - f for name, f in zip(budget.units, fixed, strict=True)]
     solution = run_search(offered, room, settings)
     faster = offered
     if solution is None and settings.never_slower:
         offered = _freed(offered, _offers(table, budget, settings, False), room)
         solution = run_search(offered, room, settings)
     if solution is None:
-        raise _cannot_be_met(offered, budget, limits, fixed, whole)
+        raise _cannot_be_met(table, offered, limits, fixed)
     able = {m.layer.name for m in offered if m.offers}
-    findings = {**_findings(solution), **_times(table, solution.points)}
-    plan = _make_plan(table, solution.points, budget, settings, method, model, findings, able)
-    said = table.times.warnings if table.times else []
-    return plan.warned(*_given_up(table, faster, offered, solution.points), *said)
+    findings = replace(
+        _findings(solution, _times(table, solution.points)), other=_reached(table, budget, solution.points, fixed)
+    )
+    plan = _make_plan(table, solution.points, budget, settings, findings, able)
+    said = [*_given_up(table, faster, offered, solution.points), *(table.times.warnings if table.times else [])]
+    return replace(plan, method=method, model=model).warned(*said)
 
 
 def _offers(table: Table, budget: Budget, settings: Settings, never_slower: bool) -> list[Menu]:
@@ -157,13 +157,24 @@ def _given_up(table: Table, faster: list[Menu], offered: list[Menu], points: lis
     return [f"never_slower was given up where the budget cannot be met with faster pairs: in {listed(names)}"]
 
 
-def _times(table: Table, points: list[Point]) -> dict[str, Any]:
+def _reached(table: Table, budget: Budget, points: list[Point], fixed: Sequence[int]) -> dict[str, Any]:
+    """What the network has before and after in units of the budget that are neither part of a `Cost` nor time."""
+    found = {}
+    for i, name in enumerate(budget.units):
+        before = UNITS[name].total(table.coverage, table.times)
+        after = fixed[i] + sum(point.cost[i] for point in points)
+        found[name] = {"before": before, "after": after, "keep": after / before if before else 1.0}
+    known = (*Cost.__dataclass_fields__, LATENCY.name)
+    return {name: counts for name, counts in found.items() if name not in known}
+
+
+def _times(table: Table, points: list[Point]) -> Latency | None:
     """What the plan should take by the measured times: the network, each layer before and after, and slower ones."""
     times = table.times
     if times is None:
-        return {}
+        return None
     layers = {
-        la.name: [times.seconds(la, None, 0), times.seconds(la, p.option, p.rank)]
+        la.name: (times.seconds(la, None, 0), times.seconds(la, p.option, p.rank))
         for la, p in zip(table.coverage.layers, points, strict=True)
         if p.option is not None
     }
@@ -171,10 +182,9 @@ def _times(table: Table, points: list[Point]) -> dict[str, Any]:
     whole = (times.fixed + sum(times.dense(la.name) for la in table.coverage.layers)) / NANO
     after = whole + sum(pair - dense for dense, pair in layers.values())
     if math.isnan(after):
-        return {}  # options that nobody measured, and nobody asked for time
-    slower = [name for name, (dense, pair) in layers.items() if pair > dense]
-    found = {"before": before, "after": after, "keep": after / before if before else 1.0, "layers": layers}
-    return {"latency": {**found, "slower": slower, "timing": dict(times.timing)}}
+        return None  # options that nobody measured, and nobody asked for time
+    slower = tuple(name for name, (dense, pair) in layers.items() if pair > dense)
+    return Latency(before, after, after / before if before else 1.0, layers, slower, dict(times.timing))
 
 
 def _make_plan(
@@ -182,17 +192,18 @@ def _make_plan(
     points: list[Point],
     budget: Budget,
     settings: Settings,
-    method: str,
-    model: str,
-    findings: dict[str, Any],
+    findings: Findings,
     able: set[str] | None = None,
 ) -> Plan:
-    """What becomes of every layer, written down; `able` are the layers that had something to choose."""
+    """What becomes of every layer, written down, for a network and by a method that the caller names.
+
+    `able` are the layers that had something to choose.
+    """
     layers = table.coverage.layers
     entries = [_entry(table, la, p, settings.error, able) for la, p in zip(layers, points, strict=True)]
     return Plan(
-        model=model,
-        method=method,
+        model="",
+        method="",
         budget=budget,
         before=Cost(table.coverage.params, table.coverage.macs),
         after=_after(table, points),
@@ -219,15 +230,14 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _findings(solution: Solution) -> dict[str, Any]:
-    found: dict[str, Any] = {"objective": float(solution.objective)}
-    if solution.gap is not None:
-        found["gap"] = float(solution.gap)
-    if solution.price is not None:
-        found["price"] = float(solution.price)
-    if solution.trace:
-        found["trace"] = [float(e) for e in solution.trace]
-    return found
+def _findings(solution: Solution, latency: Latency | None) -> Findings:
+    return Findings(
+        objective=float(solution.objective),
+        gap=None if solution.gap is None else float(solution.gap),
+        price=None if solution.price is None else float(solution.price),
+        trace=tuple(map(float, solution.trace)) or None,
+        latency=latency,
+    )
 
 
 def _cost(layer: Layer, point: Point) -> Cost:
@@ -271,20 +281,15 @@ def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str
     )
 
 
-def _cannot_be_met(
-    offered: list[Menu], budget: Budget, limits: dict[str, int], fixed: list[int], whole: dict[str, int]
-) -> BudgetError:
+def _cannot_be_met(table: Table, offered: list[Menu], limits: dict[str, int], fixed: list[int]) -> BudgetError:
     """Say what is asked and the least that is possible, for each unit on its own."""
     parts = []
-    for i, unit in enumerate(budget.units):
+    for i, (name, limit) in enumerate(limits.items()):
+        unit = UNITS[name]
         least = fixed[i] + sum(min([m.dense.cost[i], *(o.cost(1)[i] for o in m.offers)]) for m in offered)
-        # Rounded up: whoever asks for the share that is stated gets it.
-        share = math.ceil(10_000 * Fraction(least, whole[unit])) / 10_000 if whole[unit] else 1.0
-        asked, possible = f"{limits[unit]:,} {unit} are", f"{least:,}"
-        if unit == "latency":
-            share = budget.keep_for(least, whole[unit])
-            asked, possible = f"{limits[unit] / 1e6:.3f} ms are", f"{least / 1e6:.3f} ms"
-        parts.append(f"at most {asked} asked for and the least possible is {possible} (keep {share:.4f})")
+        keep = unit.keep_for(least, unit.total(table.coverage, table.times))  # whoever asks for it gets it
+        asked, possible = unit.amount(limit), unit.show(least)
+        parts.append(f"at most {asked} are asked for and the least possible is {possible} (keep {keep:.4f})")
     together = "" if len(parts) == 1 else ", each on its own"
     return BudgetError(
         f"the budget cannot be met: {'; '.join(parts)}{together}; raise the budget, or allow more options "

@@ -21,8 +21,8 @@ from rankwise.planning.plan import Pruned
 from rankwise.pruning.graph import Links, Place, follow
 from rankwise.pruning.trials import random_copy, why_not
 from rankwise.surgery.coverage import DEPTHWISE, HOOKS, OTHER_KIND, tied_to
-from rankwise.surgery.forward import observe
-from rankwise.surgery.narrow import Part, part_of
+from rankwise.surgery.forward import Example, observe
+from rankwise.surgery.narrow import Prunable, part_of
 
 UNSEEN = "the example's forward pass does not show where its filters go"
 ONE = "it has one channel only"
@@ -58,7 +58,7 @@ class Channels:
     """All groups of a network, the modules they touch in the network's order, and what the whole network costs."""
 
     groups: tuple[Group, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Prunable, ...]
     whole: Cost
 
     @property
@@ -87,7 +87,7 @@ def cost(channels: Channels, groups: Sequence[Group], kept: Sequence[int]) -> Co
     return Cost(params, macs)
 
 
-def _left(part: Part, gone: dict[tuple[str, str], int]) -> tuple[int, int]:
+def _left(part: Prunable, gone: dict[tuple[str, str], int]) -> tuple[int, int]:
     out, into = gone.get((part.name, "out"), 0), gone.get((part.name, "in"), 0)
     return part.outputs - out, part.inputs - (out if part.own else into)
 
@@ -116,7 +116,7 @@ def _rest(wide: int, gone: set[int]) -> tuple[int, ...] | None:
     return tuple(i for i in range(wide) if i not in gone) if gone else None
 
 
-def _whole(part: Part) -> Cost:
+def _whole(part: Prunable) -> Cost:
     return part.cost(part.outputs, part.inputs)
 
 
@@ -131,7 +131,9 @@ def readers(groups: Sequence[Group], kept: Sequence[Sequence[int]]) -> dict[str,
     return gone
 
 
-def find_channels(model: nn.Module, example: Any, coverage: Coverage, probe: nn.Module | None = None) -> Channels:
+def find_channels(
+    model: nn.Module, example: Example | None, coverage: Coverage, probe: nn.Module | None = None
+) -> Channels:
     """Every output of every linear and convolution layer, in a group that can be pruned or must stay.
 
     The graph is torch-pruning's, and every group is tried: it counts as free only if the network without
@@ -164,7 +166,7 @@ def find_channels(model: nn.Module, example: Any, coverage: Coverage, probe: nn.
     return _tried(channels, probe, example)
 
 
-def _blocked(model: nn.Module, coverage: Coverage, parts: dict[str, Part]) -> dict[str, str]:
+def _blocked(model: nn.Module, coverage: Coverage, parts: dict[str, Prunable]) -> dict[str, str]:
     """Modules that must not change, and why."""
     fine = (DEPTHWISE, HOOKS, OTHER_KIND)
     found = {s.name: s.reason for s in coverage.skipped if s.reason not in fine}
@@ -179,7 +181,7 @@ def _blocked(model: nn.Module, coverage: Coverage, parts: dict[str, Part]) -> di
     return found
 
 
-def _groups(links: Links, parts: dict[str, Part], blocked: dict[str, str]) -> list[Group]:
+def _groups(links: Links, parts: dict[str, Prunable], blocked: dict[str, str]) -> list[Group]:
     """Channels with the same places and the same reason to stay, in the order of the network."""
     order = {name: i for i, name in enumerate(parts)}
     reasons = links.reason()
@@ -209,7 +211,7 @@ def _reason(root: Place, sides: list[tuple[str, str]], reasons: dict[Place, str]
     return blocked[held[0]] if sides[0] == (held[0], "out") else f"it meets {held[0]!r}: {blocked[held[0]]}"
 
 
-def _tried(channels: Channels, probe: nn.Module, example: Any) -> Channels:
+def _tried(channels: Channels, probe: nn.Module, example: Example) -> Channels:
     """The same groups with a reason to stay for each that does not pass its trial."""
     draw = random.Random(0)
     reasons: dict[Group, str] = {g: ONE for g in channels.free if g.size == 1}

@@ -7,22 +7,27 @@ number for all groups: the share that goes (`constant`), or the error that is al
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from rankwise.calibration.activations import Data
 from rankwise.core.layer import Coverage, Skipped, canonical
 from rankwise.core.linalg import check_finite, precise
+from rankwise.core.option import Cost
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
+from rankwise.planning.findings import CutGroup, Findings, WholeGroup
 from rankwise.planning.plan import Plan, Pruned, listed
+from rankwise.planning.units import UNITS
 from rankwise.pruning.channels import UNSEEN, Channels, Group, cost, entries, find_channels, readers
 from rankwise.pruning.sensitivity import sensitivities
 from rankwise.pruning.trials import random_copy, why_not
+from rankwise.surgery.forward import Example
 
 SCORES = ("norm", "sensitivity")
 SEARCHES = ("constant", "sampling", "minimax")
@@ -59,11 +64,11 @@ class Filters:
 
 def plan_filters(
     model: nn.Module,
-    example: Any,
+    example: Example | None,
     coverage: Coverage,
     settings: Filters,
     budget: Budget,
-    data: Any = None,
+    data: Data | None = None,
 ) -> Plan:
     """The plan of a filter pruning method; never above the budget, and an error if nothing fits it.
 
@@ -75,8 +80,15 @@ def plan_filters(
             f"pass data= (on the command line: --data)"
         )
     limits = budget.limits(coverage)
+    counted = tuple(Cost.__dataclass_fields__)
+    for unit in set(budget.units) - set(counted):
+        raise RankwiseError(
+            f"the budget is in {unit}, and methods that remove filters count {', '.join(counted)}: "
+            f"give it in one of these, or use a method that decomposes layers"
+        )
     probe = random_copy(model)
     channels = find_channels(model, example, coverage, probe)
+    assert example is not None, "it is needed to find channels"
     groups, scores, unseen = _scored(model, data, channels, settings)
     if not groups:
         first = next((f"{g.names('out')[0]}: {g.reason}" for g in channels.fixed), "it has no layers")
@@ -97,7 +109,7 @@ def plan_filters(
         after=after,
         layers=_all_layers(model, coverage, channels, unseen, found),
         settings=asdict(settings),
-        search={**found_by, **_findings(channels, groups, kept, unseen)},
+        search=_findings(found_by, channels, groups, kept, unseen),
         warnings=_warnings(channels, unseen),
     )
 
@@ -108,27 +120,28 @@ def _warnings(channels: Channels, unseen: dict[Group, str]) -> tuple[str, ...]:
 
 
 def _findings(
-    channels: Channels, groups: Sequence[Group], kept: Sequence[int], unseen: dict[Group, str]
-) -> dict[str, Any]:
-    """What became of every group: how many of its channels are kept, or why it stays whole."""
+    found: Findings, channels: Channels, groups: Sequence[Group], kept: Sequence[int], unseen: dict[Group, str]
+) -> Findings:
+    """Also what became of every group: how many of its channels are kept, or why it stays whole."""
     held = [(g, g.reason or unseen[g]) for g in channels.groups if g.reason or g in unseen]
     cut = zip(groups, kept, strict=True)
-    return {
-        "groups": [{"layers": _makers(channels, g), "channels": g.size, "kept": n} for g, n in cut],
-        "whole": [{"layers": _makers(channels, g), "channels": g.size, "reason": why} for g, why in held],
-    }
+    return replace(
+        found,
+        groups=tuple(CutGroup(_makers(channels, g), g.size, n) for g, n in cut),
+        whole=tuple(WholeGroup(_makers(channels, g), g.size, why) for g, why in held),
+    )
 
 
-def _makers(channels: Channels, group: Group) -> list[str]:
+def _makers(channels: Channels, group: Group) -> tuple[str, ...]:
     layers = {part.name for part in channels.parts if part.layer is not None}
-    return [name for name in group.names("out") if name in layers]
+    return tuple(name for name in group.names("out") if name in layers)
 
 
 def _scored(
-    model: nn.Module, data: Any, channels: Channels, settings: Filters
+    model: nn.Module, data: Data | None, channels: Channels, settings: Filters
 ) -> tuple[list[Group], list[Tensor], dict[Group, str]]:
     """Groups that can be pruned, the score of each of their channels, and groups that the data does not reach."""
-    if not settings.needs_data:
+    if not settings.needs_data or data is None:
         return list(channels.free), [norms(model, channels, g) for g in channels.free], {}
     found = sensitivities(model, data, channels, channels.free)
     both = list(zip(channels.free, found, strict=True))
@@ -157,7 +170,7 @@ def _fits(channels: Channels, groups: Sequence[Group], kept: Sequence[int], limi
 
 def _constant(
     channels: Channels, groups: Sequence[Group], scores: Sequence[Tensor], limits: dict[str, int]
-) -> tuple[list[int], dict[str, float]]:
+) -> tuple[list[int], Findings]:
     """The smallest share that meets the budget when it goes from every group, rounded down, one channel staying.
 
     Shares between two neighbours of the list remove the same channels, so that the bisection is exact.
@@ -170,12 +183,12 @@ def _constant(
     best = _first(len(shares), lambda i: _fits(channels, groups, kept(shares[i]), limits))
     if best is None:
         raise _cannot_be_met(channels, groups, limits)
-    return kept(shares[best]), {"objective": float(shares[best])}
+    return kept(shares[best]), Findings(objective=float(shares[best]))
 
 
 def _minimax(
     channels: Channels, groups: Sequence[Group], scores: Sequence[Tensor], limits: dict[str, int]
-) -> tuple[list[int], dict[str, float]]:
+) -> tuple[list[int], Findings]:
     """The least largest error bound; entry n of a group's curve is the sum of all sensitivities but the n largest.
 
     Every group keeps as few channels as its error allows at a level; levels are the values of the curves,
@@ -191,12 +204,12 @@ def _minimax(
     best = _first(len(levels), lambda i: _fits(channels, groups, kept(float(levels[i])), limits))
     if best is None:
         raise _cannot_be_met(channels, groups, limits)
-    return kept(float(levels[best])), {"objective": max(0.0, float(levels[best]))}
+    return kept(float(levels[best])), Findings(objective=max(0.0, float(levels[best])))
 
 
 def _sampling(
     channels: Channels, groups: Sequence[Group], scores: Sequence[Tensor], limits: dict[str, int]
-) -> tuple[list[int], dict[str, float]]:
+) -> tuple[list[int], Findings]:
     """As many channels as m = ⌈d · S⌉ draws from s / S are expected to find, for the largest d that fits.
 
     One error ε for all groups asks for m = ⌈(6 + 2ε) S K log(4η/δ) / ε²⌉ draws in a group whose sensitivities add
@@ -209,14 +222,14 @@ def _sampling(
     low, high = -40.0, 60.0  # from one draw to all channels that have a sensitivity
     for whole in ([g.size for g in groups], kept(high)):
         if _fits(channels, groups, whole, limits):
-            return whole, {"objective": 0.0}
+            return whole, Findings(objective=0.0)
     if not _fits(channels, groups, kept(low), limits):
         raise _cannot_be_met(channels, groups, limits)
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if _fits(channels, groups, kept(middle), limits) else (low, middle)
     left = [float(error_curve(s)[n]) for s, n in zip(scores, kept(low), strict=True)]
-    return kept(low), {"objective": max(left), "draws": 2.0**low}
+    return kept(low), Findings(objective=max(left), draws=2.0**low)
 
 
 def distinct(scores: Tensor, draws: int) -> int:
@@ -241,7 +254,7 @@ def error_curve(scores: Tensor) -> Tensor:
     return torch.cat([rising.new_zeros(1), rising.cumsum(0)]).flip(0)
 
 
-def _first(n: int, good: Any) -> int | None:
+def _first(n: int, good: Callable[[int], bool]) -> int | None:
     """The first of n that is good, where all behind a good one are good; None if there is none."""
     if not n or not good(n - 1):
         return None
@@ -257,9 +270,9 @@ def _cannot_be_met(channels: Channels, groups: Sequence[Group], limits: dict[str
     parts = []
     for unit, limit in limits.items():
         count, whole = getattr(least, unit), getattr(channels.whole, unit)
-        # Rounded up: whoever asks for the share that is stated gets it.
-        share = math.ceil(10_000 * Fraction(count, whole)) / 10_000 if whole else 1.0
-        parts.append(f"at most {limit:,} {unit} are asked for and the least possible is {count:,} (keep {share:.4f})")
+        asked, keep = UNITS[unit].amount(limit), UNITS[unit].keep_for(count, whole)  # whoever asks for it gets it
+        possible = UNITS[unit].show(count)
+        parts.append(f"at most {asked} are asked for and the least possible is {possible} (keep {keep:.4f})")
     return BudgetError(
         f"the budget cannot be met: {'; '.join(parts)}; one channel of each group must stay, and what cannot be "
         f"pruned too: raise the budget, or exclude fewer layers"

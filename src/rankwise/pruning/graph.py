@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rankwise.errors import RankwiseError, need
-from rankwise.surgery.forward import run_example, tensors_of
-from rankwise.surgery.narrow import Part, part_of
+from rankwise.surgery.forward import Example, run_example, tensors_of
+from rankwise.surgery.narrow import Prunable, part_of
 
 Place = tuple[str, str, int]  # module, "out" or "in", index
 Names = dict[nn.Module, str]
@@ -99,7 +99,7 @@ class _Moves(TorchFunctionMode):
         return out
 
 
-def follow(model: nn.Module, example: Any) -> Links:
+def follow(model: nn.Module, example: Example) -> Links:
     """Every output of a linear or convolution layer, linked with all that must go when it goes.
 
     `model` should be a copy: it is run with gradients, in eval mode.
@@ -120,7 +120,7 @@ def follow(model: nn.Module, example: Any) -> Links:
     return links
 
 
-def _spread(links: Links, graph: Any, names: Names, parts: dict[nn.Module, Part], root: nn.Module) -> None:
+def _spread(links: Links, graph: Any, names: Names, parts: dict[nn.Module, Prunable], root: nn.Module) -> None:
     """Follow the outputs of one layer along torch-pruning's dependencies, as far as there is something new.
 
     A node is left where a reason to stay is found: whoever is behind it finds it too, from its own side.
@@ -152,7 +152,7 @@ def _spread(links: Links, graph: Any, names: Names, parts: dict[nn.Module, Part]
                 work.append((dependency.target, dependency.handler, new))
 
 
-def _build(model: nn.Module, example: Any) -> Any:
+def _build(model: nn.Module, example: Example) -> Any:
     tp = need("torch_pruning", extra="prune", purpose="removing filters")
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -193,7 +193,7 @@ def _set(dependencies: Iterable[Any], target: Any, mapping: Any) -> None:
 
 
 def _link(
-    links: Links, graph: Any, names: Names, parts: dict[nn.Module, Part], root: str, dep: Any, places: list[Any]
+    links: Links, graph: Any, names: Names, parts: dict[nn.Module, Prunable], root: str, dep: Any, places: list[Any]
 ) -> list[Any]:
     """Note one module that must change with outputs of the layer `root`; the places from where to go on."""
     module = dep.target.module

@@ -11,7 +11,7 @@ so that without the channels R both parts of every zᵢ change by at most Σ_{j�
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.calibration.activations import batches, check_finite, check_some, padded, patches
+from rankwise.calibration.activations import Data, batches, check_finite, check_some, padded, patches
 from rankwise.core.layer import Layer, canonical
 from rankwise.pruning.channels import Channels, Group
 from rankwise.surgery.forward import run_example, undisturbed
@@ -30,9 +30,7 @@ LEAST = 64  # positions in one go, so that large weights are not read again for 
 Slots = dict[int, Tensor]  # group → (channels, indices of each) at one reader
 
 
-def sensitivities(
-    model: nn.Module, data: Iterable[Any], channels: Channels, groups: Sequence[Group]
-) -> list[Tensor | None]:
+def sensitivities(model: nn.Module, data: Data, channels: Channels, groups: Sequence[Group]) -> list[Tensor | None]:
     """For every group the sensitivity of each channel, in [0, 1]; None where the data never reaches a reader."""
     layers = {part.name: part.layer for part in channels.parts if part.layer is not None}
     readers: dict[str, Slots] = {}

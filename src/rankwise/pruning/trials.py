@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rankwise.core.layer import LINEAR_KINDS
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Pruned
-from rankwise.surgery.forward import run_example, tensors_of, undisturbed
+from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.hooks import Look, Seen, watching
 from rankwise.surgery.modules import kind_of
 from rankwise.surgery.narrow import NORMS, narrow_, part_of
@@ -60,7 +60,7 @@ def random_copy(model: nn.Module) -> nn.Module:
     return probe
 
 
-def why_not(probe: nn.Module, example: Any, entries: list[Pruned], dead: Dead, macs: int) -> str | None:
+def why_not(probe: nn.Module, example: Example, entries: list[Pruned], dead: Dead, macs: int) -> str | None:
     """None if the narrowed network is right, counted macs included; otherwise the reason why it is not."""
     example = _lively(example)
     whole, _ = _run(probe, example, dead)
@@ -78,7 +78,7 @@ def why_not(probe: nn.Module, example: Any, entries: list[Pruned], dead: Dead, m
     return None if counted == macs else OUTSIDE
 
 
-def _lively(example: Any) -> Any:
+def _lively(example: Example) -> Example:
     """The example with random numbers in place of tensors that are all one number: zeros would hide mistakes."""
     if isinstance(example, Mapping):
         return {k: _lively(v) for k, v in example.items()}
@@ -98,7 +98,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return math.isfinite(size) and bool(((a - b).abs() <= TOLERANCE * size).all())
 
 
-def _run(probe: nn.Module, example: Any, dead: Dead) -> tuple[list[Tensor], int]:
+def _run(probe: nn.Module, example: Example, dead: Dead) -> tuple[list[Tensor], int]:
     blind = {name: _blind(probe.get_submodule(name), indices) for name, indices in dead.items()}
     with undisturbed(probe), watching(probe, before=blind), FlopCounterMode(display=False) as counter:
         torch.manual_seed(0)  # undisturbed puts the user's random state back

@@ -24,7 +24,7 @@ _ROUNDING = 1e-9  # 91.73 − 91.23 is a loss of 0.5, whatever binary fractions 
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """`rows` are positions in the list of rows. `cut` is what was removed, in percent: CR-P and CR-F.
 
     `score` is the panel's metric in percent, `change` its difference from the reference, in points.
@@ -42,7 +42,7 @@ class Line:
     label: str
     unit: str
     mode: str
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ def _stage(rows: Sequence[Row], members: list[int], metric: str, when: str, shar
     return Stage(title, when, share, tuple(drawn))
 
 
-def _point(rows: Sequence[Row], asked: float | None, members: tuple[int, ...], when: str, metric: str) -> Point:
+def _point(rows: Sequence[Row], asked: float | None, members: tuple[int, ...], when: str, metric: str) -> CurvePoint:
     scores = [float(rows[i][when][metric]) for i in members]
     changes = [c for i in members if (c := change_of(rows[i], when, metric)) is not None]
     cut = {unit: all_or_none([rows[i].get(_CUT[unit]) for i in members]) for unit in UNITS}
-    return Point(asked, members, cut, pair(scores), pair(changes))
+    return CurvePoint(asked, members, cut, pair(scores), pair(changes))
 
 
-def _position(point: Point) -> tuple[float, float]:
+def _position(point: CurvePoint) -> tuple[float, float]:
     """From large networks to small ones."""
     cut = point.cut["params"] or point.cut["macs"] or (0.0, None)
     return cut[0], -(point.asked or 0.0)

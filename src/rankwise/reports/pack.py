@@ -13,7 +13,7 @@ from typing import Any
 _SAME = ("name", "kind", "shape", "before", "params", "reason")  # of a layer, in all plans of a network
 
 
-def script_json(value: Any) -> str:
+def script_json(value: object) -> str:
     """JSON that may stand inside a <script>: no `<`, `>` or `&`, so that no text in it can end the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
@@ -104,7 +104,7 @@ def unpack(book: dict[str, Any], number: int) -> dict[str, Any]:
     return {key: whole[key] for key in packed["keys"]}
 
 
-def _number(known: dict[str, int], value: Any) -> int:
+def _number(known: dict[str, int], value: object) -> int:
     return known.setdefault(json.dumps(value, separators=(",", ":")), len(known))
 
 

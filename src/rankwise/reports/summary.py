@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankwise.errors import RankwiseError
-from rankwise.reports.curves import DELTAS, Line, Pair, Panel, Point, Row, Stage, all_or_none, change_of, panels
+from rankwise.reports.curves import DELTAS, CurvePoint, Line, Pair, Panel, Row, Stage, all_or_none, change_of, panels
 from rankwise.reports.curves import delta_table as largest
 
 AVERAGES = ("curves", "repeats")
@@ -52,7 +52,7 @@ def _about(rows: list[Row], panel: Panel, stage: Stage, line: Line) -> dict[str,
     return {**{key: first.get(key) for key in _ABOUT}, **share}
 
 
-def _point(rows: list[Row], panel: Panel, stage: Stage, point: Point) -> dict[str, Any]:
+def _point(rows: list[Row], panel: Panel, stage: Stage, point: CurvePoint) -> dict[str, Any]:
     mine = [rows[i] for i in point.rows]
     scored = ("reference", "compressed", *(["retrained"] if stage.when == "retrained" else []))
     scores = {when: all_or_none([(row.get(when) or {}).get(panel.metric) for row in mine]) for when in scored}
@@ -101,14 +101,14 @@ def delta_table(rows: Iterable[Row], deltas: Sequence[float] = DELTAS, average: 
     parts = [every]
     if average == "repeats":
         parts = [[row for row in every if row.get("repeat") == one] for one in {row.get("repeat"): 0 for row in every}]
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for part in parts:
         for key, entry in _entries(part, deltas):
             groups.setdefault(key, []).append(entry)
     return _mark_best([_joined(group) if average == "repeats" else group[0] for group in groups.values()])
 
 
-def _entries(rows: list[Row], deltas: Sequence[float]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _entries(rows: list[Row], deltas: Sequence[float]) -> Iterator[tuple[tuple[object, ...], dict[str, Any]]]:
     """Entries of the table, by the means over all rows, each with what tells its curve and its δ from others."""
     for panel, stage, line in _lines(rows):
         (picked,) = largest(replace(stage, lines=(line,)), "params", deltas)
@@ -120,7 +120,7 @@ def _entries(rows: list[Row], deltas: Sequence[float]) -> Iterator[tuple[tuple[A
             yield (*curve, delta), {**about, "delta": float(delta), **most, "repeats": repeats}
 
 
-def _most(rows: list[Row], stage: Stage, point: Point) -> dict[str, Any]:
+def _most(rows: list[Row], stage: Stage, point: CurvePoint) -> dict[str, Any]:
     top5 = _mean(_top5([rows[i] for i in point.rows], stage))
     cut = {"CR-P": _mean(point.cut["params"]), "CR-F": _mean(point.cut["macs"])}
     return {"change": point.change[0], "top5": top5, **cut, "asked": point.asked, "n": len(point.rows)}
@@ -139,7 +139,7 @@ def _joined(group: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _mark_best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Best of every column: larger is better; equal ones are all best."""
-    most: dict[tuple[Any, ...], float] = {}
+    most: dict[tuple[object, ...], float] = {}
     for entry in found:
         for key in ("CR-P", "CR-F"):
             if entry[key] is not None:
@@ -150,5 +150,5 @@ def _mark_best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _column(entry: dict[str, Any], key: str) -> tuple[Any, ...]:
+def _column(entry: dict[str, Any], key: str) -> tuple[object, ...]:
     return (*(entry[name] for name in ("model", "data", "unit", "share", "delta")), key)

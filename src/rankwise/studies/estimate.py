@@ -11,7 +11,7 @@ import torch
 from rankwise.errors import RankwiseError
 from rankwise.models import networks
 from rankwise.studies.runner import reference_of, status_of
-from rankwise.studies.study import Cell, Network
+from rankwise.studies.study import Cell, StudyNetwork
 from rankwise.surgery.forward import undisturbed
 
 # Images to train on (the paper's 90 %) and to score, by what studies call the data.
@@ -57,7 +57,7 @@ def _seconds(missing: list[Cell], trained: list[Cell]) -> float | None:
     return total
 
 
-def _one_image(network: Network) -> float | None:
+def _one_image(network: StudyNetwork) -> float | None:
     """Seconds for one image forward, on one thread of this machine; None where the network's input is not known."""
     shape = networks.default_input(network.model)
     if shape is None:

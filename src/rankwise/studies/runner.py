@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from rankwise.studies.cell import row_path, run_cell, write_failure
 from rankwise.studies.reference import prepare, reference_key
 from rankwise.studies.store import digest
 from rankwise.studies.study import Cell, Study
-from rankwise.studies.workers import Job, run
+from rankwise.studies.workers import StudyJob, Workers, run
 
 Say = Callable[[dict[str, Any], int, int], None]  # a row that was written, cells done, cells in all
+MakeWorkers = Callable[[int], AbstractContextManager[Workers]]  # from the number of cells to where they run
 
 
 @dataclass
@@ -39,7 +41,7 @@ def status_of(cell: Cell, out: str | Path) -> str:
 def run_study(
     study: Study,
     out: str | Path,
-    make_engine: Callable[[int], Any],
+    make_engine: MakeWorkers,
     say: Say | None = None,
     again: bool = False,
     chosen: Callable[[Cell], bool] = lambda _: True,
@@ -69,7 +71,7 @@ def run_study(
         return outcome
     by_name = {cell.name: cell for cell in missing}
 
-    def told(job: Job, error: str | None) -> None:
+    def told(job: StudyJob, error: str | None) -> None:
         cell = by_name.get(job.name)
         if cell is not None:
             _record(cell, folder, error, outcome, say, len(cells))
@@ -95,18 +97,18 @@ def reference_of(cell: Cell) -> str:
     return "reference " + digest(reference_key(cell))
 
 
-def jobs_for(cells: Iterable[Cell], out: Path) -> list[Job]:
+def jobs_for(cells: Iterable[Cell], out: Path) -> list[StudyJob]:
     """References first, then the cells that need them; a round comes after the round before it."""
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, StudyJob] = {}
     chains: dict[str, str] = {}
     folder = str(out.resolve())  # workers of a cluster have another working directory
     for cell in cells:
         cpus, gpus = cell.network.cpus, cell.network.gpus
         after = reference_of(cell)
-        jobs.setdefault(after, Job(after, prepare, (cell, folder), None, cpus, gpus))
+        jobs.setdefault(after, StudyJob(after, prepare, (cell, folder), None, cpus, gpus))
         if cell.round:
             chain = digest([after, cell.entry.label, cell.share])
             after = chains.get(chain, after)
             chains[chain] = cell.name
-        jobs[cell.name] = Job(cell.name, run_cell, (cell, folder), after, cpus, gpus)
+        jobs[cell.name] = StudyJob(cell.name, run_cell, (cell, folder), after, cpus, gpus)
     return list(jobs.values())

@@ -21,7 +21,7 @@ from rankwise.errors import need
 KEY = "key.json"
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """20 hexadecimal digits of what a value of plain JSON says; the order of keys says nothing."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:20]

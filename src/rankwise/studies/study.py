@@ -26,7 +26,7 @@ _PLACES = ("source", "file", "weights", "keeps", "alpha", "cpus", "gpus")
 
 
 @dataclass(frozen=True)
-class Network:
+class StudyNetwork:
     """`data` and `weights` as the study has them; `source` and `file` what they stand for, once that is known."""
 
     model: str
@@ -87,7 +87,7 @@ class Cell:
 
     study: str
     mode: str
-    network: Network
+    network: StudyNetwork
     entry: Entry
     unit: str
     asked: float
@@ -123,7 +123,7 @@ class Study:
     name: str
     title: str
     mode: str
-    networks: tuple[Network, ...]
+    networks: tuple[StudyNetwork, ...]
     entries: tuple[Entry, ...]
     retrain: tuple[float, ...]
     paper: tuple[str, ...] = ()
@@ -184,7 +184,7 @@ def fill_in(study: Study, data: list[str], weights: list[str]) -> Study:
     return replace(study, networks=tuple(_placed(n, sources, files, study.name) for n in study.networks))
 
 
-def _placed(network: Network, sources: dict[str, str], files: dict[str, str], study: str) -> Network:
+def _placed(network: StudyNetwork, sources: dict[str, str], files: dict[str, str], study: str) -> StudyNetwork:
     name = _inner(network.data)
     source = sources.get(name) or sources.get("") or network.data
     if source.startswith("<"):

@@ -12,8 +12,8 @@ from rankwise.core import files
 from rankwise.errors import RankwiseError
 from rankwise.methods import settings_for
 from rankwise.models.spec import parse
-from rankwise.planning.budget import Budget
-from rankwise.studies.study import MODES, Entry, Network, Study
+from rankwise.planning.units import PARAMS, UNITS
+from rankwise.studies.study import MODES, Entry, Study, StudyNetwork
 from rankwise.training.recipes import change, get_recipe
 
 _STUDY = [
@@ -49,10 +49,10 @@ def make_study(data: dict[str, Any], name: str, where: str) -> Study:
     mode = data.get("mode", "oneshot")
     if mode not in MODES:
         raise RankwiseError(f"{where} has the mode {mode!r}: possible are {', '.join(MODES)}")
-    unit = data.get("unit", "params")
-    units = tuple(Budget.__dataclass_fields__)
-    if unit not in units or (mode == "iterate" and unit != "params"):
-        known = "params" if mode == "iterate" else ", ".join(units)
+    unit = data.get("unit", PARAMS.name)
+    units = [PARAMS.name] if mode == "iterate" else list(UNITS)
+    if unit not in units:
+        known = ", ".join(units)
         raise RankwiseError(f"{where} has the unit {unit!r}: possible for {mode} are {known}")
     keeps = _keeps(data["keeps"], where) if "keeps" in data else None
     networks = files.field(data, "network", list, where)
@@ -91,7 +91,7 @@ def _check(study: Study, where: str) -> None:
         raise RankwiseError(f"{where} asks for the same cell twice: name every network, keep and share once")
 
 
-def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None] | None, where: str) -> Network:
+def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None] | None, where: str) -> StudyNetwork:
     files.strict(data, _NETWORK, f"a network of {where}")
     model = files.field(data, "model", str, f"a network of {where}")
     if parse(model).kind == "folder":
@@ -111,7 +111,7 @@ def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None]
     for key in ("cpus", "gpus"):
         if not files.typed(data.get(key, 0), float, f"{key!r} of {where}") >= 0:
             raise RankwiseError(f"{key} = {data[key]} of {where}: give a number from 0 on")
-    return Network(
+    return StudyNetwork(
         model=model,
         data=files.field(data, "data", str, where),
         recipe=recipe.to_json(),
@@ -126,7 +126,7 @@ def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None]
     )
 
 
-def _keeps(value: Any, where: str) -> tuple[tuple[float, ...], float | None]:
+def _keeps(value: object, where: str) -> tuple[tuple[float, ...], float | None]:
     """The keeps, and α where they are αⁱ. {first, last, count} is evenly spaced on a logarithmic scale."""
     if isinstance(value, dict):
         files.strict(value, _KEEPS, f"'keeps' of {where}")
@@ -154,7 +154,7 @@ def _keeps(value: Any, where: str) -> tuple[tuple[float, ...], float | None]:
     return tuple(found), geometric
 
 
-def _entry(value: Any, where: str) -> Entry:
+def _entry(value: object, where: str) -> Entry:
     if isinstance(value, str):
         value = {"method": value}
     value = dict(files.typed(value, dict, f"every method of {where}"))
@@ -171,7 +171,7 @@ def _entry(value: Any, where: str) -> Entry:
     return Entry(method, label, value, recover, calibrate)
 
 
-def _shares(value: Any, mode: str, where: str) -> tuple[float, ...]:
+def _shares(value: object, mode: str, where: str) -> tuple[float, ...]:
     listed = value if isinstance(value, list) else [value]
     found = tuple(float(files.typed(v, float, f"'retrain' of {where}")) for v in listed)
     if not found or any(not 0 <= v <= 1 for v in found) or (mode == "iterate" and (len(found) > 1 or not found[0])):
@@ -180,7 +180,7 @@ def _shares(value: Any, mode: str, where: str) -> tuple[float, ...]:
     return found
 
 
-def _words(value: Any, where: str) -> tuple[str, ...]:
+def _words(value: object, where: str) -> tuple[str, ...]:
     return tuple(files.typed(v, str, f"every entry of {where}") for v in files.typed(value, list, where))
 
 

@@ -103,7 +103,7 @@ def plan_hash(plan: Plan) -> str:
 
 def _unshared(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor once, and for a second name of the same tensor the first one."""
-    first: dict[tuple[Any, ...], str] = {}
+    first: dict[tuple[object, ...], str] = {}
     tensors, same = {}, {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -119,7 +119,7 @@ def _unshared(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
     return tensors, same
 
 
-def _place(name: str, value: Tensor) -> tuple[Any, ...]:
+def _place(name: str, value: Tensor) -> tuple[object, ...]:
     """Equal for two names of one tensor."""
     return (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype) if value.numel() else (name,)
 
@@ -155,7 +155,7 @@ def _load_state_(model: nn.Module, tensors: dict[str, Tensor], header: dict[str,
                 raise RankwiseError(
                     f"{path} does not fit the model: {name!r} has {what} {theirs} in the file and {ours} in the model"
                 )
-    first: dict[tuple[Any, ...], str] = {}
+    first: dict[tuple[object, ...], str] = {}
     for name, value in here.items():
         other = first.setdefault(_place(name, value), name)
         if state[other] is not state[name] and not torch.equal(state[other], state[name]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from rankwise.core.layer import Coverage, Skipped
 from rankwise.errors import RankwiseError
-from rankwise.surgery.forward import observe
+from rankwise.surgery.forward import Example, observe
 from rankwise.surgery.modules import describe, kind_of, mark_of
 from rankwise.surgery.narrow import narrowed
 
@@ -28,7 +27,7 @@ HOOKS = "it has hooks, which a replacement would lose"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def find_layers(model: nn.Module, example: Any = None, exclude: Iterable[str] | str = ()) -> Coverage:
+def find_layers(model: nn.Module, example: Example | None = None, exclude: Iterable[str] | str = ()) -> Coverage:
     """Every module with parameters: a `Layer` that can be decomposed, or `Skipped` with the reason.
 
     `example` (a tensor, a tuple of arguments or a dict of keyword arguments) is only used to count

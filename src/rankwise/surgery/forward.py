@@ -84,7 +84,7 @@ class _Enough(BaseException):
         self.run = run
 
 
-def run_until(model: nn.Module, example: Any, after: Looks, enough: Callable[[], bool]) -> None:
+def run_until(model: nn.Module, example: Example, after: Looks, enough: Callable[[], bool]) -> None:
     """Run the example with these callbacks (see `watching`), and stop behind the first one after which it is enough."""
     mine = object()  # and not the exception itself: its traceback would keep the network's tensors
 
@@ -105,7 +105,7 @@ def run_until(model: nn.Module, example: Any, after: Looks, enough: Callable[[],
             raise
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def tensors_of(output: object) -> list[Tensor]:
     """Every tensor in what a network gives: itself, or inside tuples, lists and dicts."""
     if isinstance(output, Tensor):
         return [output]
@@ -136,7 +136,7 @@ def observe(model: nn.Module, example: Example, layers: dict[str, nn.Module]) ->
     """Run the example once and watch the layers."""
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise RankwiseError("the model has lazy layers without a size yet: run it once on an input before")
-    watches = {name: _Watch(module) for name, module in layers.items()}
+    watches = {name: _LayerWatch(module) for name, module in layers.items()}
     counter = FlopCounterMode(display=False)
     after = {name: watch.after for name, watch in watches.items()}
     before = {name: watch.before for name, watch in watches.items()}
@@ -147,7 +147,7 @@ def observe(model: nn.Module, example: Example, layers: dict[str, nn.Module]) ->
     return Observed(calls, counter.get_total_flops() // 2, unfit)
 
 
-class _Watch:
+class _LayerWatch:
     """Looks at one layer while an example runs: its calls, and uses that a pair of layers could not serve."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -185,7 +185,7 @@ class _Watch:
 
 
 @contextmanager
-def _noticing_reads(watches: Iterable[_Watch]) -> Iterator[None]:
+def _noticing_reads(watches: Iterable[_LayerWatch]) -> Iterator[None]:
     with ExitStack() as started:
         for watch in watches:
             watch.start()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError
-from rankwise.surgery.forward import run_example, tensors_of, undisturbed
+from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.hooks import Look, Seen, watching
 from rankwise.surgery.modules import mark_of
 from rankwise.surgery.replace import copy_model, swap_modules_
@@ -26,12 +26,12 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SAME = 1e-9  # relative, in float64
 
 
-def fuse(model: nn.Module, example: Any) -> nn.Module:
+def fuse(model: nn.Module, example: Example) -> nn.Module:
     """A copy of the model for inference: every batch norm that can be is folded into the layer before it."""
     return fuse_norms(model, find_norms(model, example))
 
 
-def find_norms(model: nn.Module, example: Any) -> dict[str, str]:
+def find_norms(model: nn.Module, example: Example | None) -> dict[str, str]:
     """Batch norms that can be folded, each with the layer (or pair) that takes it; empty where there is no example."""
     if example is None:
         return {}
@@ -84,7 +84,7 @@ def _last(module: nn.Module) -> nn.Module:
     return list(module.children())[-1] if mark_of(module) is not None else module
 
 
-def followers(model: nn.Module, example: Any) -> dict[str, str]:
+def followers(model: nn.Module, example: Example) -> dict[str, str]:
     """Norms whose only input, in one call, is the very output of one call of a layer."""
     outputs: list[tuple[str, Tensor]] = []
     inputs: list[tuple[str, Tensor]] = []
@@ -114,7 +114,7 @@ def followers(model: nn.Module, example: Any) -> dict[str, str]:
     return {n: la for n, la in pairs if norms.count(n) == 1 and called.count(la) == 1 and layers.count(la) == 1}
 
 
-def _outputs(model: nn.Module, example: Any) -> list[Tensor]:
+def _outputs(model: nn.Module, example: Example) -> list[Tensor]:
     with undisturbed(model):
         return tensors_of(run_example(model, example))
 

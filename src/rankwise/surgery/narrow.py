@@ -23,7 +23,7 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 @dataclass(frozen=True)
-class Part:
+class Prunable:
     """A module that can be narrowed: its kind, its stored shape, and what it costs.
 
     `layer` is None for modules that treat every channel on its own without macs (batch norm, instance norm,
@@ -56,12 +56,12 @@ class Part:
         return Cost(layer.params + (outputs if layer.bias else 0), layer.macs)
 
 
-def part_of(module: nn.Module, name: str) -> Part | None:
+def part_of(module: nn.Module, name: str) -> Prunable | None:
     """What can be narrowed in a module; None for modules that are not known."""
     m: Any = module
     if kind_of(module) is not None:
         layer = describe(module, name)
-        return Part(name, layer.kind, layer.shape, layer.filters, layer.channels, layer)
+        return Prunable(name, layer.kind, layer.shape, layer.filters, layer.channels, layer)
     if isinstance(module, NORMS):
         n, each = int(m.num_features), 2 if m.affine else 0
     elif isinstance(module, nn.PReLU) and m.num_parameters > 1:
@@ -69,7 +69,7 @@ def part_of(module: nn.Module, name: str) -> Part | None:
     else:
         return None
     kind = next(c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.nn"))
-    return Part(name, kind, (n,), n, n, None, each)
+    return Prunable(name, kind, (n,), n, n, None, each)
 
 
 def narrowed(module: nn.Module) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ def copy_model(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, computed)
 
 
-def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None = None) -> nn.Module:
+def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | None = None) -> nn.Module:
     """A copy of the model with every chosen layer replaced by its pair.
 
     `moments`, by layer, are what `probe.output_moments` gives; choices of the decomposition `pca` need them.
@@ -46,7 +46,7 @@ def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None =
     return small
 
 
-def apply_plan_(model: nn.Module, plan: Plan, moments: Mapping[str, Any] | None = None) -> None:
+def apply_plan_(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | None = None) -> None:
     """Replace every chosen layer by its pair, in place. Checked first: a plan that does not fit changes nothing."""
     replace_layers_(model, plan, fill=True, moments=moments)
 
@@ -55,7 +55,7 @@ def replace_layers_(
     model: nn.Module,
     plan: Plan,
     fill: bool,
-    moments: Mapping[str, Any] | None = None,
+    moments: Mapping[str, Moments] | None = None,
     later: Collection[str] = (),
     layers: list[Match] | None = None,
 ) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError
 from rankwise.planning.times import LAYOUTS
+from rankwise.surgery.forward import Example
 from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.layout import in_layout, lay_out_
 from rankwise.surgery.replace import copy_model
@@ -147,7 +148,7 @@ def on_threads(count: int | None) -> Iterator[None]:
 
 def time_networks(
     models: Sequence[nn.Module],
-    example: Any,
+    example: Example | None,
     timing: Timing | None = None,
     least: float = 0.0,
     most: float = math.inf,
@@ -162,7 +163,7 @@ def time_networks(
         return race(runs, timing, device_of(models[0]), least, most)
 
 
-def time_network(model: nn.Module, example: Any, timing: Timing | None = None) -> Measured:
+def time_network(model: nn.Module, example: Example | None, timing: Timing | None = None) -> Measured:
     """What a network takes for an example input: `median`, `best` and `spread` of repeated runs, in seconds."""
     return time_networks([model], example, timing)[0]
 
@@ -171,7 +172,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def ready_to_run(model: nn.Module, example: Any, timing: Timing) -> tuple[nn.Module, Run]:
+def ready_to_run(model: nn.Module, example: Example | None, timing: Timing) -> tuple[nn.Module, Run]:
     """A copy of the network in the layout asked for, and a run of it on the example."""
     ready = copy_model(model).eval()
     if timing.layout == "channels-last":
@@ -181,7 +182,7 @@ def ready_to_run(model: nn.Module, example: Any, timing: Timing) -> tuple[nn.Mod
     return ready, lambda: call(*args, **kwargs)
 
 
-def inputs_for(model: nn.Module, example: Any, timing: Timing) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def inputs_for(model: nn.Module, example: Example | None, timing: Timing) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The example as arguments, in the batch and layout asked for, where the network is and in its dtype."""
     device = device_of(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

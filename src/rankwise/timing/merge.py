@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from rankwise.planning.times import MARGIN
+from rankwise.surgery.forward import Example
 from rankwise.surgery.layout import in_layout, lay_out_, other_layout
 from rankwise.surgery.modules import mark_of
 from rankwise.surgery.pairs import merge_pair
@@ -17,7 +17,7 @@ from rankwise.surgery.replace import copy_model, swap_modules_
 from rankwise.timing.clock import Timing, device_of, on_threads, race, ready_to_run, shapes_seen
 
 
-def merge_slow(model: nn.Module, example: Any, timing: Timing | None = None) -> tuple[nn.Module, list[str]]:
+def merge_slow(model: nn.Module, example: Example, timing: Timing | None = None) -> tuple[nn.Module, list[str]]:
     """A copy of the model without the pairs that take longer than the one layer they stand for, and their names."""
     timing = timing or Timing()
     names = [name for name, module in model.named_modules() if mark_of(module) is not None]

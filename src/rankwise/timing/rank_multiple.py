@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from rankwise.decompositions import full_rank
 from rankwise.errors import RankwiseError
 from rankwise.planning.times import MARGIN
 from rankwise.surgery.coverage import find_layers
+from rankwise.surgery.forward import Example
 from rankwise.surgery.layout import in_layout, lay_out_
 from rankwise.surgery.pairs import build_pair
 from rankwise.timing.clock import Run, Timing, device_of, on_threads, race, ready_to_run, shapes_seen
@@ -26,7 +26,7 @@ WIDTH = 32  # ranks in a row that are timed: every multiple is among them
 
 
 def best_multiple(
-    model: nn.Module, example: Any, timing: Timing | None = None, coverage: Coverage | None = None
+    model: nn.Module, example: Example | None, timing: Timing | None = None, coverage: Coverage | None = None
 ) -> int:
     """The largest of 32, 16, 8, 4, 2 to which ranks can be rounded up at no cost in time, or 1.
 

@@ -34,7 +34,7 @@ def settle(
     """A plan whose network, timed in turns with the model, keeps the budget in latency and leaves little of it unused.
 
     Predictions are off by a few percent either way, so the plan is made again with less if it is too slow, and with
-    more if it is faster than need be. If none is fast enough it is the fastest. `plan.search["latency"]` has the
+    more if it is faster than need be. If none is fast enough it is the fastest. `plan.search.latency` has the
     fraction that was `measured`, and what was asked for, predicted and measured in all `rounds`.
     """
     assert budget.latency is not None, "there is a latency to keep"
@@ -56,9 +56,10 @@ def settle(
         asked = min(1.0, asked * AIM * budget.latency / measured)
     kept = [one for one in found if one[1] <= budget.latency]
     _, measured, plan = max(kept, key=lambda one: one[0]) if kept else min(found, key=lambda one: one[1])
-    rounds = [[a, p.keep("latency"), m] for a, m, p in found]
-    latency = {**plan.search.get("latency", {}), "measured": measured, "rounds": rounds}
-    plan = replace(plan, budget=budget, search={**plan.search, "latency": latency})
+    rounds = tuple((a, p.keep("latency"), m) for a, m, p in found)
+    assert plan.search.latency is not None, "the plan was made for a latency"
+    latency = replace(plan.search.latency, measured=measured, rounds=rounds)
+    plan = replace(plan, budget=budget, search=replace(plan.search, latency=latency))
     if measured <= budget.latency:
         return plan
     return plan.warned(

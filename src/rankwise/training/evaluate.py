@@ -116,7 +116,7 @@ def _torchmetrics() -> Any:
     return need("torchmetrics", extra="train", purpose="scoring a network")
 
 
-def class_logits(output: Any, split: Split) -> Tensor:
+def class_logits(output: object, split: Split) -> Tensor:
     """N×classes (segmentation: N×classes×H×W) out of a tensor, or of `out` or `logits` of a dict or an object."""
     for key in ("logits", "out"):
         if isinstance(output, Mapping) and key in output:

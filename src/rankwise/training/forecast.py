@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from rankwise.calibration.fit import apply_fitted
 from rankwise.calibration.output_metric import add_answers, variance_of
-from rankwise.compression import Seen
+from rankwise.compression import Observations
 from rankwise.core.moments import Moments
 from rankwise.data.augment import IGNORED
 from rankwise.data.splits import Split
@@ -59,23 +59,26 @@ class Forecast:
         return asdict(self)
 
 
-def can_forecast(plan: Plan, seen: Seen) -> bool:
-    return plan.settings.get("error") == "effect" and seen.inputs is not None
+def can_forecast(plan: Plan, seen: Observations) -> bool:
+    known = None not in (plan.search.objective, plan.search.variance)
+    return plan.settings.get("error") == "effect" and seen.inputs is not None and known
 
 
-def forecast(model: nn.Module, plan: Plan, seen: Seen, split: Split, most: int = 2_000, seed: int = 0) -> Forecast:
+def forecast(
+    model: nn.Module, plan: Plan, seen: Observations, split: Split, most: int = 2_000, seed: int = 0
+) -> Forecast:
     """For a plan and what was seen for it (`Compression.seen`), on up to `most` inputs of a split."""
     if not can_forecast(plan, seen) or seen.inputs is None:
         raise RankwiseError(
             f"a plan by {plan.method!r} with the measure {plan.settings.get('error')!r} does not say what becomes of "
             f"the network's outputs: forecasts are for method='auto' with data, or with batch norm and an example"
         )
-    trial = apply_fitted(model, plan, seen.inputs.batches, seen.influence, seen.moments, seen.inputs.least, work=0)
+    trial = apply_fitted(model, plan, seen.inputs, seen.influence, seen.moments, work=0)
     whole, split = len(split), split.thin(most)
     random = torch.Generator().manual_seed(seed)
     before, labels, variance = _answers(model, split, torch.Generator().manual_seed(seed))
     after, _, _ = _answers(trial, split, torch.Generator().manual_seed(seed))
-    power = float(plan.search["objective"]) * float(plan.search["variance"]) / variance
+    power = (plan.search.objective or 0.0) * (plan.search.variance or 0.0) / variance
     size = math.sqrt(max(0.0, power * float(before.var(dim=0, unbiased=False).sum())) / before.shape[1])
     chances = (before / temperature(before, labels)).softmax(1)
     noisy = [before + size * torch.randn(before.shape, generator=random) for _ in range(DRAWS)]

@@ -15,6 +15,7 @@ from torch import nn
 from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
+from rankwise.planning.units import UNITS
 
 STEP = 0.01  # sizes closer than this are not told apart
 ROUNDS = 7  # at most: 2⁻⁷ < STEP
@@ -38,8 +39,8 @@ class Trial:
 
 def check_limit(limit: float, unit: str) -> None:
     """Refuse a limit that is no number of points, and a unit that no budget has."""
-    if unit not in Budget.__dataclass_fields__:
-        raise RankwiseError(f"--unit {unit} was given: possible are {', '.join(Budget.__dataclass_fields__)}")
+    if unit not in UNITS:
+        raise RankwiseError(f"--unit {unit} was given: possible are {', '.join(UNITS)}")
     if not 0 <= limit < 100:
         raise RankwiseError(f"--max-drop {limit:g} was given: give points of accuracy, from 0 to below 100")
 

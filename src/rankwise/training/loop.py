@@ -34,7 +34,7 @@ Penalty = Callable[[int], Callable[[], Tensor]]  # at the start of an epoch → 
 _AUXILIARY = 0.5  # weight of a segmentation network's second output
 
 
-class Watch(Protocol):
+class TrainingWatch(Protocol):
     """Who looks on: `step` after every batch, `epoch` with the record of every epoch."""
 
     def step(self, epoch: int, step: int, steps: int, loss: float, top1: float) -> None: ...
@@ -43,7 +43,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What is trained how: epochs `first` … `last` of the recipe."""
 
     recipe: Recipe
@@ -53,15 +53,15 @@ class Job:
     retraining: bool = False
 
 
-def training(recipe: Recipe, seed: int = 0) -> Job:
-    return Job(recipe, 0, recipe.epochs, seed)
+def training(recipe: Recipe, seed: int = 0) -> TrainingJob:
+    return TrainingJob(recipe, 0, recipe.epochs, seed)
 
 
-def retraining(recipe: Recipe, seed: int = 0) -> Job:
+def retraining(recipe: Recipe, seed: int = 0) -> TrainingJob:
     """The last `recipe.retrain` epochs, [e − r, e], with their hyperparameters."""
     if not recipe.retrain:
         raise RankwiseError(f"the recipe {recipe.name} does not say how long to retrain: give --set retrain=EPOCHS")
-    return Job(recipe, recipe.epochs - recipe.retrain, recipe.epochs, seed, retraining=True)
+    return TrainingJob(recipe, recipe.epochs - recipe.retrain, recipe.epochs, seed, retraining=True)
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Hooks:
     """
 
     stop: Split | None = None
-    watch: Watch | None = None
+    watch: TrainingWatch | None = None
     save: Callable[[State], None] | None = None
     penalty: Penalty | None = None
     teacher: nn.Module | None = None
@@ -80,7 +80,7 @@ class Hooks:
     state: State = field(default_factory=lambda: State({}, 0))
 
 
-def train_(model: nn.Module, split: Split, job: Job, engine: Engine, hooks: Hooks) -> State:
+def train_(model: nn.Module, split: Split, job: TrainingJob, engine: Engine, hooks: Hooks) -> State:
     """Train in place and return the state after the last epoch, with the record of every epoch.
 
     The same job gives the same weights on the same machine and as many processes; torch's global random state is left
@@ -134,7 +134,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
 
 
 def _epoch_(
-    prepared: tuple[nn.Module, Any], feed: Feed, job: Job, epoch: int, engine: Engine, hooks: Hooks
+    prepared: tuple[nn.Module, Optimizer], feed: Feed, job: TrainingJob, epoch: int, engine: Engine, hooks: Hooks
 ) -> dict[str, Any]:
     """One pass over the data; returns the record of the epoch, over the images of all processes."""
     model, optimizer = prepared
@@ -177,7 +177,7 @@ def _loss(logits: Tensor, y: Tensor, smoothing: float) -> Tensor:
     return F.cross_entropy(logits.float(), y, label_smoothing=smoothing, ignore_index=IGNORED if y.dim() > 1 else -100)
 
 
-def _has_second(output: Any) -> bool:
+def _has_second(output: object) -> bool:
     return isinstance(output, dict) and isinstance(output.get("aux"), Tensor)
 
 
@@ -199,13 +199,13 @@ def fit_(
     epochs: int,
     lr: float = 0.1,
     batch_size: int = 64,
-    weight_decay: float = 5e-4,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[float]:
     """Cross-entropy by SGD with Nesterov momentum 0.9; the rate rises to `lr` and falls again (one cycle).
 
-    Returns the mean loss of each epoch. A short way to `train_`, without augmentation, stopping or saving.
+    Returns the mean loss of each epoch. A short way to `train_` with weight decay 5e-4, without augmentation, stopping
+    or saving.
     """
     if epochs < 0:
         raise RankwiseError(f"{epochs} epochs were asked for: ask for 0 or more")
@@ -221,7 +221,7 @@ def fit_(
         warmup=0.3 * epochs,
         schedule="cycle",
         nesterov=True,
-        weight_decay=weight_decay,
+        weight_decay=5e-4,
         augment="none",
     )
     watch = None if progress is None else _Losses(progress, epochs)

@@ -30,7 +30,7 @@ from rankwise.training.recipes import Recipe
 
 
 @dataclass(frozen=True)
-class Target:
+class SizeTarget:
     """What the loop is to end at: at most `params` parameters, decided by `method`."""
 
     params: int
@@ -50,7 +50,7 @@ def strength(recipe: Recipe, epoch: int) -> float:
     return float(min(recipe.mu * recipe.mu_growth**epoch, 1 / recipe.lr))
 
 
-def c_step(model: nn.Module, target: Target, engine: Engine) -> dict[str, Tensor]:
+def c_step(model: nn.Module, target: SizeTarget, engine: Engine) -> dict[str, Tensor]:
     """Θ by name of the parameter, for every layer that would be decomposed; the plan is the first process'."""
     text = None
     if engine.writes:
@@ -62,7 +62,7 @@ def c_step(model: nn.Module, target: Target, engine: Engine) -> dict[str, Tensor
     return {name: value.detach() for name, value in near.named_parameters() if name in names}
 
 
-def pull(model: nn.Module, target: Target, recipe: Recipe, engine: Engine) -> Callable[[int], Callable[[], Tensor]]:
+def pull(model: nn.Module, target: SizeTarget, recipe: Recipe, engine: Engine) -> Callable[[int], Callable[[], Tensor]]:
     """For `train.Hooks`: at the start of an epoch the C step, then in every step μ/2 · Σ ‖W − Θ‖²."""
 
     def begin(epoch: int) -> Callable[[], Tensor]:

@@ -37,7 +37,7 @@ class Engine:
         return cast(torch.device, self.accelerator.device)
 
     @contextmanager
-    def prepared(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[nn.Module, Any]]:
+    def prepared(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[nn.Module, Optimizer]]:
         """The network to call, and the optimiser to step; afterwards the network is what it was.
 
         With several processes DDP gives all of them the weights of the first, then the mean of all gradients.

@@ -39,7 +39,7 @@ from rankwise.training import penalties
 from rankwise.training import resume as states
 from rankwise.training.dataset import Material, open_material
 from rankwise.training.evaluate import evaluate
-from rankwise.training.loop import Hooks, Job, Penalty, Watch, retraining, train_, training
+from rankwise.training.loop import Hooks, Penalty, TrainingJob, TrainingWatch, retraining, train_, training
 from rankwise.training.processes import Engine, make_engine
 from rankwise.training.recipes import Recipe
 from rankwise.training.results import provenance, write_row
@@ -65,11 +65,33 @@ class Run:
     split: str = "test"
     limit: int | None = None
     size: int | None = None
-    watch: Watch | None = None
+    watch: TrainingWatch | None = None
     teacher: Path | None = None
 
 
-def train(spec: str, run: Run, weights: Path | None = None, target: penalties.Target | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Session:
+    """A step at work: what was asked for, by which processes, on what data."""
+
+    run: Run
+    engine: Engine
+    material: Material
+
+    def score(self, model: nn.Module) -> dict[str, Any]:
+        """On the split that is scored at the end."""
+        engine = self.engine
+        return evaluate(model, self.material.split(self.run.split), share=(engine.rank, engine.world)).to_json()
+
+
+def _open(run: Run, name: str, engine: Engine) -> _Session:
+    """With the data that a network of this architecture can read, and the augmentation that fits it."""
+    material = open_material(run.data, name, run.recipe.augment, run.size, run.limit)
+    return _Session(replace(run, recipe=replace(run.recipe, augment=material.augment)), engine, material)
+
+
+def train(
+    spec: str, run: Run, weights: Path | None = None, target: penalties.SizeTarget | None = None
+) -> dict[str, Any]:
     """Train the network `spec` from random weights, or from those in a file or a folder; returns the row.
 
     With a `target`, by learning–compression: the network ends near one of that size.
@@ -78,9 +100,9 @@ def train(spec: str, run: Run, weights: Path | None = None, target: penalties.Ta
     done = _claim(run, engine)
     if done is not None:
         return done
-    material = open_material(run.data, networks.architecture(spec), run.recipe.augment, run.size, run.limit)
-    run = replace(run, recipe=replace(run.recipe, augment=material.augment))
-    spec = networks.fit_spec(spec, *material.form)
+    session = _open(run, networks.architecture(spec), engine)
+    run = session.run
+    spec = networks.fit_spec(spec, *session.material.form)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(run.seed)
         model = networks.build(spec)
@@ -95,11 +117,11 @@ def train(spec: str, run: Run, weights: Path | None = None, target: penalties.Ta
     if target is not None:
         what |= {"kind": "lc", "method": target.method, "target": target.params}
         pulled = penalties.pull(model, target, run.recipe, engine)
-    state = _work(model, None, job, what, run, engine, material, pulled)
+    state = _work(model, None, job, what, session, pulled)
     if engine.writes:
         header = {"rankwise": json.dumps({"network": name})}
         files.write_whole(run.out / networks.WEIGHTS, to_safetensors(states.model_tensors(model), metadata=header))
-    return _finish(model, what, _WHOLE, state, run, engine, material)
+    return _finish(model, what, _WHOLE, state, session)
 
 
 def retrain(folder: Path, run: Run, base: str | None = None) -> dict[str, Any]:
@@ -111,10 +133,9 @@ def retrain(folder: Path, run: Run, base: str | None = None) -> dict[str, Any]:
     plan = checkpoint.read_plan(folder)
     small = networks.build(str(folder), base=base)
     name = base or networks.architecture(str(folder))
-    material = open_material(run.data, name, run.recipe.augment, run.size, run.limit)
-    run = replace(run, recipe=replace(run.recipe, augment=material.augment))
+    session = _open(run, name, engine)
     teacher = None if run.teacher is None else _teacher(run.teacher, name, engine)
-    return _retrain(small, plan, None, run, engine, material, teacher)
+    return _retrain(small, plan, None, session, teacher)
 
 
 def _teacher(weights: Path, spec: str, engine: Engine) -> nn.Module:
@@ -159,17 +180,17 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
         rows.append(train(spec, replace(run, out=run.out / "train")))
         spec = str(run.out / "train")
     engine = make_engine(run.recipe.precision)
-    material = open_material(run.data, networks.architecture(spec), run.recipe.augment, run.size, run.limit)
-    run = replace(run, recipe=replace(run.recipe, augment=material.augment))
+    session = _open(run, networks.architecture(spec), engine)
+    run, material = session.run, session.material
     spec = networks.fit_spec(spec, *material.form)
     name = networks.architecture(spec)
     model = networks.build(spec)
     if weights is not None:
         networks.load_weights_(model, weights)
     whole = find_layers(model, torch.zeros(1, *material.shape))
-    reference = evaluate(model, material.split(run.split), share=(engine.rank, engine.world)).to_json()
+    reference = session.score(model)
     if rounds.loop == "lc":
-        target = penalties.Target(int(run.recipe.alpha**rounds.count * whole.params), rounds.method, rounds.exclude)
+        target = penalties.SizeTarget(int(run.recipe.alpha**rounds.count * whole.params), rounds.method, rounds.exclude)
         rows.append(train(spec, replace(run, out=run.out / "lc"), weights, target))
         model = networks.build(str(run.out / "lc"))
     for i in range(rounds.count if rounds.loop == "lc" else 1, rounds.count + 1):
@@ -177,9 +198,10 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
         row = _claim(this, engine)
         if row is None:
             keep = run.recipe.alpha**i
-            small, plan = _compressed(model, name, int(keep * whole.params), rounds, this, engine, material)
+            now = replace(session, run=this)
+            small, plan = _compressed(model, name, int(keep * whole.params), rounds, now)
             about = {"round": i, "asked": keep, "reference": reference, **_cuts(plan, whole.params, whole.macs)}
-            row = _retrain(small, plan, about, this, engine, material)
+            row = _retrain(small, plan, about, now)
         rows.append(row)
         engine.wait()
         model = densify(checkpoint.load(this.out, model))
@@ -197,10 +219,9 @@ def _cuts(plan: Plan, params: int, macs: int | None) -> dict[str, Any]:
     }
 
 
-def _compressed(
-    model: nn.Module, name: str, params: int, rounds: Rounds, run: Run, engine: Engine, material: Material
-) -> tuple[nn.Module, Plan]:
+def _compressed(model: nn.Module, name: str, params: int, rounds: Rounds, session: _Session) -> tuple[nn.Module, Plan]:
     """The plan is made by the first process, or comes from the state of an interrupted round; all follow it."""
+    run, engine, material = session.run, session.engine, session.material
     text, small = None, None
     if engine.writes:
         kept = states.read(run.out)
@@ -227,20 +248,19 @@ def _retrain(
     small: nn.Module,
     plan: Plan,
     about: dict[str, Any] | None,
-    run: Run,
-    engine: Engine,
-    material: Material,
+    session: _Session,
     teacher: nn.Module | None = None,
 ) -> dict[str, Any]:
+    run = session.run
     job = retraining(run.recipe, run.seed)
     what = {"kind": "retrain", "model": plan.model, "method": plan.method, "plan": checkpoint.plan_hash(plan)}
     what |= {} if run.teacher is None else {"teacher": str(run.teacher)}
-    state = _work(small, plan, job, what, run, engine, material, teacher=teacher)
-    if engine.writes:
+    state = _work(small, plan, job, what, session, teacher=teacher)
+    if session.engine.writes:
         checkpoint.save(small, plan, run.out)
     facts = {
         "method": plan.method,
-        "asked": plan.budget.params or plan.budget.macs or plan.budget.latency,
+        "asked": next(iter(plan.budget.to_json().values())),
         "budget": plan.budget.to_json(),
         **_cuts(plan, plan.before.params, plan.before.macs),
         "params": plan.after.params,
@@ -248,7 +268,7 @@ def _retrain(
         **({"warnings": list(plan.warnings)} if plan.warnings else {}),
         **(about or {}),
     }
-    return _finish(small, what, facts, state, run, engine, material)
+    return _finish(small, what, facts, state, session)
 
 
 def _claim(run: Run, engine: Engine) -> dict[str, Any] | None:
@@ -275,37 +295,28 @@ def _claim(run: Run, engine: Engine) -> dict[str, Any] | None:
 def _work(
     model: nn.Module,
     plan: Plan | None,
-    job: Job,
+    job: TrainingJob,
     what: dict[str, Any],
-    run: Run,
-    engine: Engine,
-    material: Material,
+    session: _Session,
     penalty: Penalty | None = None,
     teacher: nn.Module | None = None,
 ) -> State:
     """Train from where the folder's state stands, and keep the state there."""
+    run, engine, material = session.run, session.engine, session.material
     identity = {**what, "data": run.data, "limit": run.limit, "seed": run.seed, "recipe": run.recipe.to_json()}
-    kept = engine.from_first(states.read(run.out) if engine.writes else None)
-    where = str(run.out / states.FILE)
-    if kept is None:
-        state = State(identity, job.first)
-        if plan is not None:
-            state.model = states.model_tensors(model)
-            if engine.world > 1:  # only the first process has filled the pairs
-                state = states.loads(engine.from_first(states.dumps(state)) or b"", where)
-                states.load_model_(model, state.model, where)
-            before = evaluate(model, material.split(run.split), share=(engine.rank, engine.world))
-            state.notes = {"plan": plan.dumps(), "compressed": before.to_json()}
-    else:
-        state = states.loads(kept, where)
-        states.check_job(state, identity, where)
 
     def save(now: State) -> None:
         if engine.writes:
             states.write(run.out, now)
 
-    if kept is None and plan is not None:
-        save(state)  # the plan is made once, also when the first epoch is interrupted
+    kept = engine.from_first(states.read(run.out) if engine.writes else None)
+    if kept is None:
+        state = _first_state(model, plan, State(identity, job.first), session)
+        if plan is not None:
+            save(state)  # the plan is made once, also when the first epoch is interrupted
+    else:
+        state = states.loads(kept, str(run.out / states.FILE))
+        states.check_job(state, identity, str(run.out / states.FILE))
     watch = run.watch if engine.writes else None
     hooks = Hooks(material.stop, watch, save, penalty, teacher, material.side, state)
     try:
@@ -316,18 +327,26 @@ def _work(
         raise
 
 
+def _first_state(model: nn.Module, plan: Plan | None, state: State, session: _Session) -> State:
+    """Where nothing was trained yet: of a compressed network with its weights, its plan and its score."""
+    if plan is None:
+        return state
+    engine, where = session.engine, str(session.run.out / states.FILE)
+    state.model = states.model_tensors(model)
+    if engine.world > 1:  # only the first process has filled the pairs
+        state = states.loads(engine.from_first(states.dumps(state)) or b"", where)
+        states.load_model_(model, state.model, where)
+    state.notes = {"plan": plan.dumps(), "compressed": session.score(model)}
+    return state
+
+
 def _finish(
-    model: nn.Module,
-    what: dict[str, Any],
-    facts: dict[str, Any],
-    state: State,
-    run: Run,
-    engine: Engine,
-    material: Material,
+    model: nn.Module, what: dict[str, Any], facts: dict[str, Any], state: State, session: _Session
 ) -> dict[str, Any]:
     """Score once, write the row last, and drop the state, which nobody needs any more."""
+    run, engine = session.run, session.engine
     start = time.perf_counter()
-    score = evaluate(model, material.split(run.split), share=(engine.rank, engine.world)).to_json()
+    score = session.score(model)
     scores = {"compressed": state.notes["compressed"]} if "compressed" in state.notes else {}
     row = {
         "status": "done",

@@ -3,7 +3,7 @@
 const explorer = { shelf: 0, at: 0, layer: null, rows: new Map(), names: "" };
 const shelf = () => panel()?.shelves[explorer.shelf];
 
-/** The plan with this number as `rankwise compress` wrote it. The same as `embed.unpack` in Python. */
+/** The plan with this number as `rankwise compress` wrote it. The same as `pack.unpack` in Python. */
 function unpack(number) {
   const { heads, forms, settings, plans } = DATA.book;
   const packed = plans[number];
@@ -20,6 +20,9 @@ function unpack(number) {
   return Object.fromEntries(packed.keys.map((key) => [key, whole[key]]));
 }
 const plan = () => unpack(shelf().plans[explorer.at]);
+
+/** Plans of format 1 called them groups; they are embedded as they were written. */
+const slicesOf = (entry) => entry.slices ?? entry.groups;
 
 function shelfName(one) {
   const [units, modes] = ["unit", "mode"].map((key) => new Set(panel().shelves.map((s) => s[key])).size);
@@ -43,14 +46,13 @@ function bar() {
 
 function makeRow(entry) {
   const button = el("button", { type: "button", class: "layer-name", "aria-expanded": "false", onclick: () => choose(entry.name) }, entry.name);
-  const cells = Object.fromEntries(["fold", "groups", "rank", "error"].map((key) => [key, el("div", { role: "cell", class: key, "data-title": key })]));
-  cells.groups.dataset.title = "slices";
+  const cells = Object.fromEntries(["fold", "slices", "rank", "error"].map((key) => [key, el("div", { role: "cell", class: key, "data-title": key })]));
   const [params, macs] = [bar(), bar()];
   params.dataset.title = "params";
   macs.dataset.title = "macs";
   const shape = el("small", {}, (entry.shape ?? []).join("×"));
   const spectrum = el("div", { class: "spectrum", hidden: true });
-  const row = el("div", { role: "row", class: "layer" }, el("div", { role: "rowheader", class: "name" }, button, shape), cells.fold, cells.groups, cells.rank, cells.error, params, macs);
+  const row = el("div", { role: "row", class: "layer" }, el("div", { role: "rowheader", class: "name" }, button, shape), cells.fold, cells.slices, cells.rank, cells.error, params, macs);
   return { node: el("div", { role: "rowgroup", class: "layer-group" }, row, spectrum), row, button, cells, params, macs, spectrum };
 }
 
@@ -67,20 +69,20 @@ function fillRow(row, entry, measure, most) {
   row.row.classList.toggle("whole", whole);
   if (whole) {
     cells.fold.textContent = entry.reason;
-    for (const key of ["groups", "rank", "error"]) cells[key].textContent = "";
+    for (const key of ["slices", "rank", "error"]) cells[key].textContent = "";
     row.params.update(entry.params, entry.params, most.params);
     row.macs.update(null, null, 1);
     return;
   }
   if ("filters" in entry) {
     cells.fold.textContent = "narrower";
-    cells.groups.textContent = "";
+    cells.slices.textContent = "";
     cells.rank.textContent = [["filters", entry.filters], ["channels", entry.channels]].filter(([, kept]) => kept).map(([what, kept]) => `${kept.length} ${what}`).join(", ");
     cells.error.textContent = "";
   } else {
     const by = entry.decomposition && entry.decomposition !== "svd" ? ` (${entry.decomposition})` : "";
     cells.fold.textContent = entry.fold + by;
-    cells.groups.textContent = number(entry.groups);
+    cells.slices.textContent = number(slicesOf(entry));
     cells.rank.textContent = entry.outer ? `${entry.outer}×${entry.rank}` : number(entry.rank);
     const error = entry.error[measure];
     cells.error.textContent = error === undefined ? "–" : error !== 0 && error < 0.001 ? error.toExponential(1) : number(error, 3);
@@ -167,14 +169,15 @@ function drawSpectrum(body) {
       marker: { symbol: look.marker, size: 6 }, hovertemplate: "σ<sub>%{x}</sub>/σ₁ = %{y:.4g}<extra>%{fullData.name}</extra>",
     };
   });
-  const kept = entry.fold && entry.decomposition !== "tucker2" ? Math.min(entry.groups * entry.rank, folds[entry.fold]?.n ?? Infinity) : null;
+  const kept = entry.fold && !entry.outer ? Math.min(slicesOf(entry) * entry.rank, folds[entry.fold]?.n ?? Infinity) : null;
   const line = kept && { type: "line", x0: kept, x1: kept, yref: "paper", y0: 0, y1: 1, line: { color: ink("ink"), width: 1, dash: "dash" } };
   Plotly.react(chart, drawn, layout({
     height: 280, showlegend: true, margin: { t: innerWidth < 700 ? 64 : 36, r: 12, b: 52, l: 64 }, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, shapes: line ? [line] : [],
     xaxis: { title: { text: "number i of the singular value", standoff: 8 }, rangemode: "tozero" }, yaxis: { title: { text: "σᵢ / σ₁", standoff: 8 }, type: "log", tickmode: "array", tickvals: TICKS, ticktext: TICKS.map(String) },
   }), CONFIG);
   chart.setAttribute("aria-label", `Singular values of ${explorer.layer} by fold`);
-  const slices = entry.groups > 1 ? ` ${entry.groups} slices of rank ${entry.rank} span at most ${entry.groups * entry.rank} directions: the dashed line.` : " The dashed line is the rank.";
+  const k = slicesOf(entry);
+  const slices = k > 1 ? ` ${k} slices of rank ${entry.rank} span at most ${k * entry.rank} directions: the dashed line.` : " The dashed line is the rank.";
   row.spectrum.querySelector(".note").textContent = "Singular values of the whole weight for every fold, to four digits." + (kept ? slices : "");
 }
 
