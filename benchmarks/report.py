@@ -46,11 +46,11 @@ def generate(out: Path) -> int:
         torch.manual_seed(0)
         model = networks.build(network).eval()
         shape = networks.default_input(network)
-        table = rw.build_table(model, torch.zeros(shape), groups=[1, 3], folds=[0])
+        table = rw.build_table(model, torch.zeros(shape), slices=[1, 3], folds=[0])
         spectra = {
             name: {option.fold: (array.flatten() / array.max()).tolist()}
             for (name, option), array in table.spectra.items()
-            if option.groups == 1
+            if option.slices == 1
         }
         (out / f"spectra/{network}.json").write_text(json.dumps({"model": network, "layers": spectra}))
         for at, label in enumerate(LABELS):

@@ -32,11 +32,12 @@ ROWS = (
     ("pfp, 256 training images, shortcuts left alone", "pfp", {"exclude": "conv1"}),
     ("pfp, minimax, 256 training images", "pfp", {"search": "minimax"}),
     ("tucker2", "tucker2", {}),
+    ("cp", "cp", {}),
     ("messi, k = 3", "messi", {}),
     ("messi, k = 3, `kmeans`", "messi", {"clustering": "kmeans"}),
     ("messi, k = 3, `projective-robust`", "messi", {"clustering": "projective-robust"}),
     ("alds-simple, k = 3", "alds-simple", {}),
-    ("alds-simple, k = 5", "alds-simple", {"groups": 5}),
+    ("alds-simple, k = 5", "alds-simple", {"slices": 5}),
     ("alds-error, k = 3", "alds-error", {}),
     ("alds-error, k = 3, `max`", "alds-error", {"error": "max"}),
     ("alds (Theorem 1: `bound`)", "alds", {}),
@@ -61,11 +62,11 @@ def main() -> None:
     test = splits.load(f"parquet:{args.data}", "test")
     base = evaluate(model, test).top1
     example = torch.zeros(1, 3, 32, 32)
-    table = rw.build_table(model, example, groups="all")
-    fixed = {k: rw.build_table(model, example, folds=(0,), groups=k) for k in (3, 5)}
+    table = rw.build_table(model, example, slices="all")
+    fixed = {k: rw.build_table(model, example, folds=(0,), slices=k) for k in (3, 5)}
     images = splits.load(f"parquet:{args.data}", "train").thin(CALIBRATION)
     start = time.perf_counter()
-    seen = rw.build_table(model, example, folds=(0,), groups=1, data=images)
+    seen = rw.build_table(model, example, folds=(0,), slices=1, data=images)
     looked = time.perf_counter() - start
     say(f"n = {len(test):,} test images, before: {base:.2f} %; {machine()}; statistics for pca took {looked:.1f} s\n")
     names = {"params": "CR-P", "macs": "CR-F"}
@@ -75,14 +76,14 @@ def main() -> None:
         if args.only and method not in args.only:
             continue
         settings = rw.METHODS[method].settings
-        k = changes.get("groups", getattr(settings, "groups", 1))
+        k = changes.get("slices", getattr(settings, "slices", 1))
         cells, seconds = [], []
         source = seen if method == "pca" else fixed.get(k, table)
         for unit, removed in BUDGETS:
             start = time.perf_counter()
             budget = rw.Budget(**{unit: 1 - removed / 100})
-            if isinstance(settings, Filters) or settings.decompositions[0] in ("messi", "tucker2"):
-                # Everything is part of the time: graph, trials and scores, clusters, both modes.
+            if isinstance(settings, Filters) or settings.decompositions[0] in ("messi", "tucker2", "cp"):
+                # Everything is part of the time: graph, trials and scores, clusters, both modes, alternation.
                 small, plan = rw.compress(model, example, method, budget.params, budget.macs, data=images, **changes)
             else:
                 plan = rw.allocate(source, budget, method=method, model="resnet20", **changes)

@@ -31,7 +31,7 @@ def main() -> None:
         found = torch.from_numpy(spectra).flatten(0, 1)[:, :-1]
         off = float(((found - plain).abs().amax(1) / plain[:, 0]).max())
         if off > worst:
-            worst, slowest = off, f"{name} {option.fold} k={option.groups}"
+            worst, slowest = off, f"{name} {option.fold} k={option.slices}"
         matrices += len(slices)
     say(f"resnet18, {len(layers)} layers, {len(table.spectra)} options, {matrices} matrices; {machine()}")
     say(f"rankwise table {ours:.2f} s, svdvals loop {theirs:.2f} s: {theirs / ours:.1f} times faster")
