@@ -215,7 +215,7 @@ def test_what_a_table_does_not_have_is_one_sentence(model: nn.Module) -> None:
         message = check_sentence(lambda n=names: rw.allocate(plain, rw.Budget(params=0.5), decompositions=n, groups=1))
         assert "decompositions=" in message
     assert "output" in check_sentence(lambda: rw.allocate(plain, rw.Budget(params=0.5), error="output", groups=1))
-    for bad in ((), ("svd", "cp"), "svd", ("SVD",)):
+    for bad in ((), ("svd", "parafac"), "svd", ("SVD",)):
         assert "possible are" in check_sentence(lambda b=bad: rw.build_table(model, x[:1], decompositions=b))
         assert "possible are" in check_sentence(lambda b=bad: rw.compress(model, x[:1], keep=0.5, decompositions=b))
 
@@ -431,9 +431,9 @@ def test_command_line_for_people_and_replay(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--keep", "0.5", "--decompositions", "cp"], "tucker2"),
+        (["--keep", "0.5", "--decompositions", "parafac"], "tucker2"),
         (["--keep", "0.5", "--decompositions", "svd,,tucker2"], "possible are"),
-        (["--keep", "0.5", "--decompositions", "svd,cp"], "possible are"),
+        (["--keep", "0.5", "--decompositions", "svd,parafac"], "possible are"),
         (["--keep", "0.5", "--method", "messi", "--clustering", "spectral"], "projective-robust"),
         (["--keep", "0.5", "--method", "messy"], "messi"),
         (["--keep", "0.5", "--method", "messi", "--groups", "0"], "from 1 on"),
