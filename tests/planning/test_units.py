@@ -243,3 +243,12 @@ def test_menus_follow_the_times_that_a_table_has_now() -> None:
             plan = rw.allocate(ready, rw.Budget(latency=0.9))
             assert slow not in {c.name for c in plan.choices}
             assert plan.choices
+
+
+@pytest.mark.usefixtures("bytes_")
+def test_a_new_unit_is_a_keyword_of_compress() -> None:
+    small, plan = rw.compress(network(), method="alds", bytes=0.6)
+    theirs = rw.compress(network(), method="alds", keep=0.6)[1]
+    assert plan.layers == theirs.layers
+    assert sum(4 * p.numel() for p in small.parameters()) == 4 * plan.after.params
+    assert plan.budget == rw.Budget(bytes=0.6)

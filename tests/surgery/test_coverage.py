@@ -858,7 +858,7 @@ def test_a_plan_is_matched_with_the_layers_once(monkeypatch: pytest.MonkeyPatch,
     else:
         _, plan = rw.compress(model, data[0][:1], keep=0.6, data=data)
         assert any(choice.decomposition.startswith("whitened") for choice in plan.choices), "something was fitted"
-        assert looked == 1
+        assert looked == 0, "the job knows its layers"
 
 
 def test_walks_over_a_network_do_not_grow_with_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:

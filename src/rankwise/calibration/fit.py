@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rankwise.calibration.activations import batches
 from rankwise.calibration.inputs import Inputs
 from rankwise.calibration.output_metric import Influence, some_patches
-from rankwise.core.layer import Layer, canonical, stored
+from rankwise.core.layer import Coverage, Layer, canonical, stored
 from rankwise.core.linalg import precise
 from rankwise.core.moments import Moments
 from rankwise.decompositions import METRIC, Target, of
@@ -50,16 +50,16 @@ def apply_fitted(
     inputs: Inputs,
     influence: Mapping[str, Influence],
     moments: Mapping[str, Moments] | None = None,
-    seed: int = 0,
     work: int | None = None,
+    coverage: Coverage | None = None,
 ) -> nn.Module:
     """A copy of the model that follows the plan, with what is fitted to inputs fitted layer after layer.
 
     `work` is how many multiply-adds may be spent on running the networks, WORK unless given; with 0 nothing is run, and
-    layers do not make up for each other.
+    layers do not make up for each other. `coverage` is that of the model, if it is known.
     """
     later = {choice.name for choice in plan.choices if of(choice.option).needs == METRIC}
-    layers = match_layers(model, plan)
+    layers = match_layers(model, plan, coverage)
     tasks = [(choice, layer) for choice, layer in layers if choice.name in later]
     small = copy_model(model)
     replace_layers_(small, plan, fill=True, moments=moments, later=later, layers=layers)  # the others stay for now
@@ -74,7 +74,7 @@ def apply_fitted(
                 outputs = None if mean is None else _through(weight, layer, mean) + bias.to(mean)
                 _fit_(small, model, choice, layer, _PairTarget(weight, shrunk(one.moment, share), mean, outputs), one)
     for together in passes:
-        sums = _side_by_side(model, small, together, inputs.batches, seed)
+        sums = _side_by_side(model, small, together, inputs.batches)
         for choice, layer in together:
             one = influence.get(layer.name)
             centred = one is not None and one.centred
@@ -208,15 +208,13 @@ class _LayerSums:
         return _PairTarget(stored(solved.reshape(layer.canonical_shape), layer), moment, *means)
 
 
-def _side_by_side(
-    model: nn.Module, small: nn.Module, tasks: list[Task], data: Batches, seed: int
-) -> dict[str, _LayerSums]:
+def _side_by_side(model: nn.Module, small: nn.Module, tasks: list[Task], data: Batches) -> dict[str, _LayerSums]:
     """What layers get in the small network and give in the original, summed up over the data.
 
     What follows after them is not computed, once the original network has shown how often each of them is called.
     """
     layers = [layer for _, layer in tasks]
-    sums = {layer.name: _LayerSums(torch.Generator().manual_seed(seed)) for layer in layers}
+    sums = {layer.name: _LayerSums(torch.Generator().manual_seed(0)) for layer in layers}
     often: dict[str, int] = {}
     with undisturbed(model), undisturbed(small):
         for batch in batches(data):

@@ -30,12 +30,13 @@ from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings
 from rankwise.planning.table import Progress
+from rankwise.planning.units import UNITS
 from rankwise.pruning.filters import Filters, plan_filters
 from rankwise.surgery.coverage import COMPRESSED, find_layers
 from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_
-from rankwise.surgery.replace import apply_plan
+from rankwise.surgery.replace import follow
 from rankwise.timing.clock import Timing
 from rankwise.timing.cost_model import measure_times
 from rankwise.timing.rank_multiple import best_multiple
@@ -201,21 +202,27 @@ class Compression:
             then, now = plan.inputs or "no", seen.inputs.kind
             plan = plan.warned(f"the plan was made on {then} inputs, and its layers are fitted to {now} inputs")
         if seen.inputs is None:
-            return apply_plan(self.model, plan, seen.moments), plan
+            return follow(self.model, plan, seen.moments, self._known), plan
         work = None if seen.inputs.means else 0
         try:
-            return apply_fitted(self.model, plan, seen.inputs, seen.influence, seen.moments, work=work), plan
+            given = (seen.inputs, seen.influence, seen.moments, work, self._known)
+            return apply_fitted(self.model, plan, *given), plan
         except LinAlgError as err:
             if self.request.plan is not None or not self.request.is_free:
                 raise RankwiseError(f"the calibration data could not be fitted ({err}): give more of it") from None
             return self._without_inputs(plan.budget, err)
+
+    @property
+    def _known(self) -> Coverage | None:
+        """The layers that plans of this job are about. A plan that was read may be about others: they are looked up."""
+        return None if self.request.plan is not None else self.coverage
 
     def _without_inputs(self, budget: Budget, err: LinAlgError) -> tuple[nn.Module, Plan]:
         assert isinstance(self.settings, Settings), "auto decomposes"
         times = self.basis(budget).times
         plain = by_weights(self.ground, self.settings, times, f"{failed(err)}: {ALONE}")
         plan = plain.plan(budget, self.request.method, self.name)
-        return apply_plan(self.model, plan, plain.seen.moments), plan
+        return follow(self.model, plan, plain.seen.moments, self._known), plan
 
     def recover_(self, small: nn.Module, plan: Plan) -> None:
         """So many steps, or seconds, of distillation from the original, as the request says (distill.py)."""
@@ -277,7 +284,8 @@ def compress(
     weights are.
     """
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude or ())
+    units = {unit: changes.pop(unit) for unit in UNITS if unit in changes}  # further units of the registry
     request = Request(method, changes, exclude, recover, fuse, timing, name, device=device)
     job = Compression(model, example, request, data, None if progress is None else lambda _: nullcontext(progress))
-    asked = any(part is not None for part in (keep, macs, latency)) or needs_budget(job.settings)
-    return job.run(Budget(params=keep, macs=macs, latency=latency) if asked else None)
+    asked = any(part is not None for part in (keep, macs, latency, *units.values())) or needs_budget(job.settings)
+    return job.run(Budget(params=keep, macs=macs, latency=latency, **units) if asked else None)

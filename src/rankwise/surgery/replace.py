@@ -39,10 +39,16 @@ def copy_model(model: nn.Module) -> nn.Module:
 def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | None = None) -> nn.Module:
     """A copy of the model with every chosen layer replaced by its pair.
 
-    `moments`, by layer, are what `probe.output_moments` gives; choices of the decomposition `pca` need them.
+    `moments`, by layer, are what `activations.output_moments` gives; choices of the decomposition `pca` need them.
     """
+    return follow(model, plan, moments, None)
+
+
+def follow(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | None, coverage: Coverage | None) -> nn.Module:
+    """`apply_plan` for whoever knows the model's coverage already."""
+    layers = match_layers(model, plan, coverage)
     small = copy_model(model)
-    apply_plan_(small, plan, moments)
+    replace_layers_(small, plan, fill=True, moments=moments, layers=layers)
     return small
 
 
@@ -98,14 +104,16 @@ def target_of(module: nn.Module, layer: Layer, outputs: Moments | None = None) -
     return Target(layer, old.weight, old.bias, outputs=outputs)
 
 
-def match_layers(model: nn.Module, plan: Plan) -> list[Match]:
-    """The model's layer for every choice of the plan, or one sentence on what does not fit."""
+def match_layers(model: nn.Module, plan: Plan, coverage: Coverage | None = None) -> list[Match]:
+    """The model's layer for every choice of the plan, or one sentence on what does not fit.
+
+    `coverage` is what `find_layers` gave for this model, if that is known.
+    """
     need_module(model)
     if not isinstance(plan, Plan):
         raise RankwiseError(f"a Plan is needed, and {type(plan).__name__} was given: see rankwise.allocate")
     modules = dict(model.named_modules(remove_duplicate=False))
-    coverage: Coverage | None = None
-    able: dict[str, Layer] = {}
+    able: dict[str, Layer] | None = None
     found = []
     for choice in plan.choices:
         module = modules.get(choice.name)
@@ -123,11 +131,12 @@ def match_layers(model: nn.Module, plan: Plan) -> list[Match]:
                 f"and {choice.kind!r} in the plan"
             )
         choice.check(describe(module, choice.name))
-        if coverage is None:
-            coverage = find_layers(model)
+        if able is None:
+            coverage = coverage or find_layers(model)
             able = {layer.name: layer for layer in coverage.layers}
         if choice.name not in able:
-            reason = {s.name: s.reason for s in coverage.skipped}.get(choice.name, "it has another name too")
+            skipped = coverage.skipped if coverage is not None else ()
+            reason = {s.name: s.reason for s in skipped}.get(choice.name, "it has another name too")
             raise RankwiseError(f"layer {choice.name!r} of the plan cannot be replaced: {reason}")
         found.append((choice, able[choice.name]))
     return found
