@@ -31,6 +31,7 @@ from rankwise.errors import RankwiseError
 from rankwise.planning.table import Progress
 from rankwise.planning.times import MARGIN, Samples, Times
 from rankwise.surgery.coverage import find_layers
+from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_, other_layout
 from rankwise.surgery.pairs import build_pair
@@ -67,7 +68,7 @@ Cell = tuple[Option, int]  # an option at a rank
 
 def measure_times(
     model: nn.Module,
-    example: Any,
+    example: Example | None,
     timing: Timing | None = None,
     coverage: Coverage | None = None,
     progress: Progress | None = None,
@@ -118,7 +119,7 @@ def _form(option: Option) -> str:
     return f"{of(option).timed_as}/{option.fold}/{option.slices}/{option.outer}"
 
 
-def _key(model: nn.Module, example: Any, timing: Timing, coverage: Coverage, fuse: bool) -> str:
+def _key(model: nn.Module, example: Example | None, timing: Timing, coverage: Coverage, fuse: bool) -> str:
     args, kwargs = inputs_for(model, example, timing)
     shapes = [tuple(getattr(value, "shape", ())) for value in (*args, *kwargs.values())]
     lies = other_layout(model)
@@ -129,7 +130,7 @@ def _key(model: nn.Module, example: Any, timing: Timing, coverage: Coverage, fus
 
 def _measure(
     model: nn.Module,
-    example: Any,
+    example: Example | None,
     timing: Timing,
     coverage: Coverage,
     progress: Progress | None,
@@ -182,7 +183,7 @@ def _laid_out(model: nn.Module, layout: str | None) -> nn.Module:
     return network
 
 
-def _short(network: nn.Module, example: Any, timing: Timing, seconds: float) -> tuple[nn.Module, Run]:
+def _short(network: nn.Module, example: Example | None, timing: Timing, seconds: float) -> tuple[nn.Module, Run]:
     """A copy of the network, and a run of it on a batch that is small enough to be run often."""
     args, kwargs = inputs_for(network, example, timing)
     batch = min((len(v) for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim), default=1)

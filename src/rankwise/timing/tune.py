@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -16,6 +15,7 @@ from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.planning.times import Conditions
+from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_
 from rankwise.surgery.replace import copy_model, replace_layers_
@@ -29,7 +29,12 @@ SECONDS = 3.0  # of runs in turns at least, so that a median means something
 
 
 def settle(
-    budget: Budget, make: Callable[[Budget], Plan], model: nn.Module, example: Any, timing: Timing, fuse: bool = False
+    budget: Budget,
+    make: Callable[[Budget], Plan],
+    model: nn.Module,
+    example: Example | None,
+    timing: Timing,
+    fuse: bool = False,
 ) -> Plan:
     """A plan whose network, timed in turns with the model, keeps the budget in latency and leaves little of it unused.
 
@@ -74,7 +79,7 @@ def _remarked(plan: Plan, seen: Conditions) -> Plan:
     return plan.warned(said) if seen.busy else plan
 
 
-def shaped(model: nn.Module, plan: Plan, example: Any, fuse: bool) -> nn.Module:
+def shaped(model: nn.Module, plan: Plan, example: Example | None, fuse: bool) -> nn.Module:
     """A network of the plan's shapes, to be timed; its weights are numbers that mean nothing."""
     small = copy_model(model)
     replace_layers_(small, plan, fill=False)
