@@ -136,7 +136,7 @@ class Compression:
         if inputs.kind == NOISE != plan.inputs:
             return Observations()
         layers = list(self.coverage.layers)
-        return Observations({}, inputs, influences(self.model, inputs.batches, layers, LARGEST, seed, inputs.means))
+        return Observations({}, inputs, influences(self.model, inputs, layers, LARGEST, seed, inputs.means))
 
     def check(self) -> None:
         """Refuse a network that there is nothing to do with."""
@@ -203,10 +203,10 @@ class Compression:
             plan = plan.warned(f"the plan was made on {then} inputs, and its layers are fitted to {now} inputs")
         if seen.inputs is None:
             return follow(self.model, plan, seen.moments, self._known), plan
-        work = None if seen.inputs.means else 0
         try:
-            given = (seen.inputs, seen.influence, seen.moments, work, self._known)
-            return apply_fitted(self.model, plan, *given), plan
+            given = (seen.inputs, seen.influence, seen.moments, seen.inputs.means, self._known)
+            fitted = apply_fitted(self.model, plan, *given)
+            return fitted.network, replace(plan, search=replace(plan.search, expected=fitted.change))
         except LinAlgError as err:
             if self.request.plan is not None or not self.request.is_free:
                 raise RankwiseError(f"the calibration data could not be fitted ({err}): give more of it") from None

@@ -28,6 +28,7 @@ Ints = NDArray[np.int64]
 OWN = "network"  # the device that the weights are on
 # Matrices from this size on go to LAPACK one by one: it works on a copy.
 LARGE = 128
+WIDE = 2048  # moments of so many dimensions are computed with in float32
 LARGEST = 1e140  # float64 ends at 1.8e308, and Gram matrices hold sums of squares
 JITTERS = (1.0, 10.0, 100.0, 1000.0)
 
@@ -57,6 +58,12 @@ def precise(tensor: Tensor) -> Tensor:
     """The tensor in float64, where numerics run; no gradients."""
     name = _DEVICE.get()
     return tensor.detach().to(tensor.device if name == OWN else name, torch.float64)
+
+
+def working(tensor: Tensor) -> Tensor:
+    """For moments of samples: in float64, but large matrices in float32, far below the noise of sampling."""
+    found = precise(tensor) if tensor.shape[-1] < WIDE or tensor.dtype == torch.float64 else tensor.detach()
+    return found if found.dtype in (torch.float32, torch.float64) else found.float()
 
 
 def zeros(*shape: int) -> Tensor:
@@ -145,6 +152,7 @@ def factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def cholesky(square: Tensor, jitter: float) -> Tensor:
     """L with L Lᵀ = A + a little of the identity: `jitter`, and more where that is not enough."""
+    jitter = jitter if square.dtype == torch.float64 else 1e3 * jitter
     *first, last = JITTERS
     for more in first:
         root: Tensor
