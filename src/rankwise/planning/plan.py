@@ -176,7 +176,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         body = {k: v for k, v in asdict(self).items() if k != "budget"} | {"search": self.search.to_json()}
         for entry in body["layers"]:
-            for key in ("outer", "clusters"):  # only where there are any: most plans have none
+            optional = ("macs",) if "reason" in entry else ("outer", "clusters")
+            for key in optional:  # only where there are any: most plans have none
                 if not entry.get(key, True):
                     del entry[key]
         for key in ("fused", "layout", "warnings"):
@@ -253,7 +254,9 @@ def _read_entry(data: Any, where: str) -> Choice | Pruned | Skipped:
     if "reason" in data:
         files.strict(data, Skipped.__dataclass_fields__, where)
         params = files.field(data, "params", int, where)
-        return Skipped(name, kind, params, files.field(data, "reason", str, where))
+        macs = data.get("macs")
+        macs = None if macs is None else files.typed(macs, int, f"'macs' of {where}")
+        return Skipped(name, kind, params, files.field(data, "reason", str, where), macs)
     if "filters" in data or "channels" in data:
         return _read_pruned(data, name, kind, where)
     data = _renamed(data, where)
