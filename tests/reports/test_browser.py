@@ -17,7 +17,7 @@ import rankwise as rw
 from made_rows import failed, row, with_plans, write
 from rankwise.__main__ import main
 from rankwise.models import networks
-from rankwise.reports import html
+from rankwise.reports import html, single
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
@@ -522,4 +522,48 @@ def test_only_failed_runs(browser: Any, tmp_path: Path) -> None:
     reader = Reader(browser, tmp_path / "report.html")
     assert "No run has finished" in reader.text("header")
     assert reader.text("#runs-table").count("no space left") == 2
+    reader.close_and_check()
+
+
+def test_the_report_of_one_compression(browser: Any, results: Path, tmp_path: Path) -> None:
+    model = networks.build("digits-cnn").eval()
+    body = json.loads(plan_of(results, "auto", 0.4).dumps())
+    body["warnings"] = [EVIL]
+    body["search"]["latency"] = {"before": 0.002, "after": 0.001, "keep": 0.5, "layers": {"conv2": [0.001, 0.0005]}}
+    scores = {"before": {"top1": 97.0, "n": 355}, "after": {"top1": 95.5, "n": 355}}
+    trials = [{"asked": 0.5, "keep": 0.5, "drop": 0.5, "within": True}]
+    trials += [{"asked": 0.01, "keep": None, "drop": None, "within": False}]
+    found = {"plan": body, "scores": scores, "trials": trials, "time": {"dense": 0.002, "small": 0.001, "ratio": 0.5}}
+    single.write_report(tmp_path / "report.html", found | {"out": EVIL}, model, single.About("digits", weights=EVIL))
+    for width, scheme in ((1400, "light"), (420, "dark")):
+        reader = Reader(
+            browser, tmp_path / "report.html", viewport={"width": width, "height": 800}, color_scheme=scheme
+        )
+        page = reader.page
+        assert "−1.50 points" in reader.text("#headline")
+        after, before = body["after"]["params"], body["before"]["params"]
+        assert f"{after:,} of {before:,}" in reader.text("#totals").replace("\n", " ")
+        assert EVIL in reader.text("#warnings")
+        assert "predicted" not in reader.text("#totals")
+        assert page.locator("#comparisons tbody tr").count() == 2
+        assert page.locator("#trials tbody tr").count() == 2
+        page.locator(".layer-name", has_text="conv2").click()
+        assert page.locator(".spectrum .chart .scatterlayer .trace").count() == 4
+        assert "0.50 ms of 1.00 ms" in layer_of(page, "conv2").inner_text()
+        layers = saved(page, page.locator("#every-layer .take .csv"))
+        assert [line[0] for line in layers[1:]] == [entry["name"] for entry in body["layers"]]
+        assert len(saved(page, page.locator("#before-after .csv"))) == 1 + 4
+        with page.expect_download() as waiting:
+            page.locator("#download").click()
+        assert json.loads(Path(waiting.value.path()).read_text()) == body
+        assert page.locator("section h2 a").count() == 6
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("img").count() == 0
+        reader.close_and_check()
+    bare = tmp_path / "bare.html"
+    single.write_report(bare, {"plan": json.loads(plan_of(results, "svd", 0.4).dumps())})
+    reader = Reader(browser, bare)
+    assert not reader.page.locator("#predicted, #tried").first.is_visible()
+    reader.page.locator(".layer-name").first.click()
+    assert "no spectra" in reader.text(".spectrum")
     reader.close_and_check()

@@ -24,6 +24,7 @@ from rankwise.cli.options import (
     TimingOpt,
     WeightsOpt,
 )
+from rankwise.cli.report import single_report
 from rankwise.compression import Compression, Request
 from rankwise.data.splits import load as load_data
 from rankwise.decompositions import DECOMPOSITIONS
@@ -122,6 +123,9 @@ def compress(
         bool, typer.Option("--strict", help="Refuse if a linear or convolution layer is left out.")
     ] = False,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Replay this plan.json.")] = None,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="A page about every layer, in DIR/report.html.")
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
@@ -156,10 +160,14 @@ def compress(
     if made is None and limit is None and (keep is not None or budget or needs_budget(job.settings)):
         asked = read_budget(keep, budget)
     done = _compressed(job, asked, limit, _Wanted(data, split, strict, dry_run, out))
+    found = done.to_json()
+    page, said = single_report(found, network, data, split, weights) if report else (None, "")
     if as_json:
-        show.print_json(done.to_json())
+        show.print_json({**found, "report": page})
     else:
         _print(done, split)
+        if said:
+            typer.echo(said)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,19 @@
-"""The command `report`."""
+"""The command `report`, and the page that `compress` writes beside its network."""
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rankwise.cli import show
 from rankwise.errors import RankwiseError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def report(
@@ -38,6 +43,35 @@ def report(
     if png is not None:
         terminal.print(f"{len(written['figures'])} figures in {png}")
     terminal.print(f"done: open {out} in a browser ({written['bytes'] / 1e6:.1f} MB)")
+
+
+def single_report(
+    found: dict[str, Any], model: nn.Module, data: str | None, split: str, weights: Path | None
+) -> tuple[str | None, str]:
+    """The page about one compression, in the folder that it wrote, and a sentence about it.
+
+    `found` is what `--json` prints. Without the extra there is no page, and a page that cannot be written undoes
+    nothing: both are said.
+    """
+    from rankwise.reports.single import About, write_report
+
+    if found.get("out") is None:
+        return None, ""
+    if find_spec("plotly") is None:
+        return None, "no report: pip install 'rankwise[report]' for a page about every layer (--no-report for silence)"
+    out = Path(found["out"]) / "report.html"
+    about = About(data, split, None if weights is None else str(weights), _typed())
+    try:
+        with show.progress("report") as progress:
+            write_report(out, found, model, about, progress)
+    except RankwiseError as err:
+        return None, f"no report: {err}"
+    return str(out), f"report: open {out} in a browser"
+
+
+def _typed() -> str | None:
+    """The command as it was given, where it was given to this program."""
+    return " ".join(["rankwise", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "rankwise" else None
 
 
 def register(app: typer.Typer) -> None:

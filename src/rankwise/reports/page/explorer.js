@@ -32,8 +32,8 @@ const layers = layersView($("layers"), $("untouched"), () => ({
 }));
 
 function drawTotals(body, row) {
-  const parts = [total("Parameters", "CR-P", body.before.params, body.after.params)];
-  if (body.before.macs) parts.push(total("Multiply-adds", "CR-F", body.before.macs, body.after.macs));
+  const parts = [total("Parameters", "removed (CR-P)", body.before.params, body.after.params)];
+  if (body.before.macs) parts.push(total("Multiply-adds", "removed (CR-F)", body.before.macs, body.after.macs));
   const latency = body.search?.latency;
   if (latency) parts.push(total(latency.measured ? "Time, predicted; measured is below" : "Time, predicted", "removed", latency.before, latency.after, milliseconds));
   if (latency?.measured) parts.at(-1).append(el("div", { class: "muted" }, `measured: ${number(latency.measured, 3)} of the original's time`));
