@@ -12,7 +12,7 @@ from torch import nn
 
 from rankwise.calibration.distill import read_effort
 from rankwise.cli import show
-from rankwise.cli.flags import open_model, read_budget, read_folds, read_multiple, read_slices
+from rankwise.cli.flags import budget_help, open_model, read_budget, read_folds, read_multiple, read_slices
 from rankwise.cli.options import (
     DataOpt,
     ExcludeOpt,
@@ -35,6 +35,7 @@ from rankwise.models.inputs import example_for
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings
+from rankwise.planning.units import UNITS
 from rankwise.pruning.filters import Filters
 from rankwise.pruning.trials import OUTPUT
 from rankwise.surgery import checkpoint
@@ -55,13 +56,13 @@ def compress(
     keep: Annotated[float | None, typer.Option("--keep", help="Fraction of all params that may remain.")] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option("--budget", metavar="UNIT=VALUE", help="params=0.4, macs=0.5 or latency=0.6; may be repeated."),
+        typer.Option("--budget", metavar="UNIT=VALUE", help=budget_help()),
     ] = None,
     max_drop: Annotated[
         float | None,
         typer.Option("--max-drop", metavar="POINTS", help="Instead of a budget: lose at most this on val."),
     ] = None,
-    unit: Annotated[str, typer.Option("--unit", help="For --max-drop: smallest in params or in macs.")] = "params",
+    unit: Annotated[str, typer.Option("--unit", help=f"For --max-drop: smallest in {', '.join(UNITS)}.")] = "params",
     method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(METHODS)}.")] = "auto",
     weights: WeightsOpt = None,
     data: DataOpt = None,

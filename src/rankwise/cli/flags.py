@@ -19,6 +19,14 @@ def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
     return network.eval()
 
 
+def budget_help() -> str:
+    """What --budget takes, from the registry of units."""
+    units = [
+        f"{unit.name} ({'a fraction' if unit.fraction_of else 'a fraction or a count'})" for unit in UNITS.values()
+    ]
+    return f"Such as macs=0.5; units: {', '.join(units)}; may be repeated."
+
+
 def read_budget(keep: float | None, parts: list[str] | None) -> Budget:
     values: dict[str, float] = {} if keep is None else {PARAMS.name: keep}
     for part in parts or []:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack, cast
 
-import torch
 from torch import nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
@@ -20,7 +19,7 @@ from rankwise.calibration.inputs import NOISE, find_inputs
 from rankwise.calibration.output_metric import influences
 from rankwise.calibration.synthetic import NoInputs
 from rankwise.compression.basis import ALONE, Basis, Ground, Observations, Tables, Watch, by_weights, failed, make_basis
-from rankwise.compression.request import Request
+from rankwise.compression.request import CompressOptions, Request
 from rankwise.core.layer import Coverage
 from rankwise.core.linalg import computing_on
 from rankwise.decompositions import METRIC, OUTPUTS, of
@@ -29,8 +28,7 @@ from rankwise.methods import calibration, needs_budget, settings_for
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings
-from rankwise.planning.table import Progress
-from rankwise.planning.units import UNITS
+from rankwise.planning.units import MACS, PARAMS, UNITS
 from rankwise.pruning.filters import Filters, plan_filters
 from rankwise.surgery.coverage import COMPRESSED, find_layers
 from rankwise.surgery.forward import Example
@@ -261,31 +259,27 @@ def compress(
     method: str = "auto",
     keep: float | None = None,
     macs: float | None = None,
-    exclude: Iterable[str] | str = (),
-    progress: Progress | None = None,
-    data: Data | str | None = None,
-    recover: int | str = 0,
-    latency: float | None = None,
-    timing: Timing | None = None,
-    fuse: bool | None = None,
-    name: str = "",
-    device: str | torch.device | None = None,
-    **changes: Any,
+    **options: Unpack[CompressOptions],
 ) -> tuple[nn.Module, Plan]:
     """The whole job: a smaller copy of the model, and the plan it follows.
 
     `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input, `latency` for the measured time of the example (see `Timing`); only
-    tucker2 can do without any. `data`, any iterable of inputs without labels or a specification such as "digits", is
-    for methods that look at activations, and for `recover`: so many steps of distillation from the original network at
-    the end, or as many as fit into "90s". `fuse` folds batch norms into the layers before them, for inference; a budget
-    in latency does so unless `fuse` is False. `name` is what the plan calls the network: its class, unless given.
-    `device` is where the decompositions are computed, in float64: the CPU unless given, or "network" for wherever the
-    weights are.
+    multiply-adds, which needs an example input, `latency=` for the measured time of the example (see `Timing`); only
+    tucker2 can do without any. `data=`, any iterable of inputs without labels or a specification such as "digits", is
+    for methods that look at activations, and for `recover=`: so many steps of distillation from the original network at
+    the end, or as many as fit into "90s". `fuse=` folds batch norms into the layers before them, for inference; a
+    budget in latency does so unless it is False. `name=` is what the plan calls the network: its class, unless given.
+    `device=` is where the decompositions are computed, in float64: the CPU unless given, or "network" for wherever the
+    weights are. `exclude=` names layers to leave alone. Other keywords are settings of the method (`CompressOptions`).
     """
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude or ())
-    units = {unit: changes.pop(unit) for unit in UNITS if unit in changes}  # further units of the registry
-    request = Request(method, changes, exclude, recover, fuse, timing, name, device=device)
+    given = cast(dict[str, Any], dict(options))
+    units = {unit: given.pop(unit) for unit in UNITS if unit in given}  # latency, and what else the registry has
+    exclude, data, progress = given.pop("exclude", None) or (), given.pop("data", None), given.pop("progress", None)
+    job_keys = ("recover", "fuse", "timing", "name", "device")
+    asked = {key: given.pop(key) for key in job_keys if key in given}
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    request = Request(method, given, exclude, **asked)
     job = Compression(model, example, request, data, None if progress is None else lambda _: nullcontext(progress))
-    asked = any(part is not None for part in (keep, macs, latency, *units.values())) or needs_budget(job.settings)
-    return job.run(Budget(params=keep, macs=macs, latency=latency, **units) if asked else None)
+    sizes = {PARAMS.name: keep, MACS.name: macs, **units}
+    some = any(value is not None for value in sizes.values()) or needs_budget(job.settings)
+    return job.run(Budget(**sizes) if some else None)

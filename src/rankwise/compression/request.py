@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from rankwise.calibration.activations import Data
 from rankwise.calibration.distill import read_effort
-from rankwise.methods import needs_data, settings_for
+from rankwise.methods import SettingChanges, needs_data, settings_for
 from rankwise.planning.plan import Plan
+from rankwise.planning.table import Progress
 from rankwise.timing.clock import Timing
 
 
@@ -53,3 +55,20 @@ class Request:
             return True
         others = {key: value for key, value in self.changes.items() if key != "rank_multiple"}  # may be "measured"
         return needs_data(settings_for(self.method, **others))
+
+
+class CompressOptions(SettingChanges, total=False):
+    """What `rankwise.compress` takes beside model, example, method, keep and macs. Every key may be left out.
+
+    Units that a user adds to the registry (planning/units.py) are keywords, too.
+    """
+
+    latency: float | None  # the fraction of the measured time that may remain
+    exclude: Iterable[str] | str  # names or patterns of layers to leave alone
+    data: Data | str | None  # inputs without labels, or the name of a data set
+    recover: int | str  # steps of distillation from the original network, or seconds: "90s"
+    timing: Timing | None  # how times are measured
+    fuse: bool | None  # fold batch norms into the layers before them
+    name: str  # what the plan calls the network
+    device: str | torch.device | None  # where decompositions are computed
+    progress: Progress | None  # called with a layer's name, how many are done, and how many there are
