@@ -14,7 +14,7 @@ import rankwise
 SOURCE = Path(rankwise.__file__).parent
 # Packages and single modules, from the ground up. What stands on one line does not import each other.
 ORDER = [
-    "errors version",
+    "errors version torchvision_import",
     "core",
     "decompositions",
     "planning",
@@ -28,6 +28,7 @@ ORDER = [
     "reports",
     "studies",
     "deploy",
+    "api",
     "networks",
     "cli",
     "__init__ __main__",

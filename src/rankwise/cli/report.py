@@ -22,7 +22,10 @@ def report(
     title: Annotated[str, typer.Option("--title", help="Title of the page; the folder's name unless given.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """One HTML file that opens without a network: curves, tables, plans to explore, and where every number is from."""
+    """One HTML file that opens without a network: curves, tables, plans to explore.
+
+    It says where every number is from.
+    """
     from rankwise.reports.html import write_report
 
     if out.is_dir():
@@ -38,7 +41,3 @@ def report(
     if png is not None:
         terminal.print(f"{len(written['figures'])} figures in {png}")
     terminal.print(f"done: open {out} in a browser ({written['bytes'] / 1e6:.1f} MB)")
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(report)

@@ -25,7 +25,7 @@ from rankwise.core.linalg import computing_on
 from rankwise.decompositions import METRIC, OUTPUTS, of
 from rankwise.errors import RankwiseError
 from rankwise.methods import calibration, needs_budget, settings_for
-from rankwise.planning.budget import Budget
+from rankwise.planning.budget import Budget, check_sizes
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings
 from rankwise.planning.units import MACS, PARAMS, UNITS
@@ -34,11 +34,17 @@ from rankwise.surgery.coverage import COMPRESSED, find_layers
 from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_
-from rankwise.surgery.replace import follow
+from rankwise.surgery.narrow import check_entry
+from rankwise.surgery.replace import follow, match_layers
+from rankwise.surgery.trained import check_weights, weights_hash
 from rankwise.timing.clock import Timing
 from rankwise.timing.cost_model import measure_times
 from rankwise.timing.rank_multiple import best_multiple
 from rankwise.timing.tune import settle
+
+OTHER_WEIGHTS = (
+    "the plan was made for other weights than this network has: its ranks and errors are those of the others"
+)
 
 
 class Compression:
@@ -157,6 +163,20 @@ class Compression:
             return bool(self.request.plan.fused)
         return budget is not None and budget.timed
 
+    @cached_property
+    def weights(self) -> str:
+        """Which weights the network has; a plan that is made for them says so."""
+        return weights_hash(self.model)
+
+    def _check_plan(self, plan: Plan) -> Plan:
+        """A plan from a file must fit the network; made for other weights, it says so."""
+        match_layers(self.model, plan, self._coverage)
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for entry in plan.pruned:
+            check_entry(modules.get(entry.name), entry)
+        check_weights(self.model, self.coverage)
+        return plan.warned(OTHER_WEIGHTS) if plan.weights not in ("", self.weights) else plan
+
     # ---- from a budget to a network
 
     def plan(self, budget: Budget | None) -> Plan:
@@ -165,10 +185,17 @@ class Compression:
         Decompositions that read their ranks from the weights can do without a budget, and so can a plan that is made.
         """
         if self.request.plan is not None:
-            return self.request.plan
+            return self._replayed
         self.check()
+        check_sizes(budget, self.coverage)
+        check_weights(self.model, self.coverage)
         with computing_on(self.request.device):
-            return self._plan(budget)
+            return replace(self._plan(budget), weights=self.weights)
+
+    @cached_property
+    def _replayed(self) -> Plan:
+        assert self.request.plan is not None, "there is a plan to follow"
+        return self._check_plan(self.request.plan)
 
     def _plan(self, budget: Budget | None) -> Plan:
         if isinstance(self.settings, Filters):
@@ -219,7 +246,7 @@ class Compression:
         assert isinstance(self.settings, Settings), "auto decomposes"
         times = self.basis(budget).times
         plain = by_weights(self.ground, self.settings, times, f"{failed(err)}: {ALONE}")
-        plan = plain.plan(budget, self.request.method, self.name)
+        plan = replace(plain.plan(budget, self.request.method, self.name), weights=self.weights)
         return follow(self.model, plan, plain.seen.moments, self._known), plan
 
     def recover_(self, small: nn.Module, plan: Plan) -> None:
@@ -253,6 +280,18 @@ class Compression:
         return self.finish(small, plan)
 
 
+def split_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Take budgets, data and progress, and what a `Request` holds out of keywords; changes of settings are left."""
+    units = {unit: given.pop(unit) for unit in UNITS if unit in given}  # latency, and what else the registry has
+    kept = {key: given.pop(key, None) for key in ("data", "progress")}
+    asked: dict[str, Any] = {
+        key: given.pop(key) for key in ("recover", "fuse", "timing", "name", "device") if key in given
+    }
+    exclude = given.pop("exclude", None) or ()
+    asked["exclude"] = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    return units, kept, asked
+
+
 def compress(
     model: nn.Module,
     example: Example | None = None,
@@ -273,13 +312,13 @@ def compress(
     weights are. `exclude=` names layers to leave alone. Other keywords are settings of the method (`CompressOptions`).
     """
     given = cast(dict[str, Any], dict(options))
-    units = {unit: given.pop(unit) for unit in UNITS if unit in given}  # latency, and what else the registry has
-    exclude, data, progress = given.pop("exclude", None) or (), given.pop("data", None), given.pop("progress", None)
-    job_keys = ("recover", "fuse", "timing", "name", "device")
-    asked = {key: given.pop(key) for key in job_keys if key in given}
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    request = Request(method, given, exclude, **asked)
-    job = Compression(model, example, request, data, None if progress is None else lambda _: nullcontext(progress))
+    units, kept, asked = split_options(given)
+    progress, request = kept["progress"], Request(method, given, **asked)
     sizes = {PARAMS.name: keep, MACS.name: macs, **units}
-    some = any(value is not None for value in sizes.values()) or needs_budget(job.settings)
-    return job.run(Budget(**sizes) if some else None)
+    budget = Budget(**sizes) if any(value is not None for value in sizes.values()) else None
+    job = Compression(
+        model, example, request, kept["data"], None if progress is None else lambda _: nullcontext(progress)
+    )
+    if budget is None and needs_budget(job.settings):
+        budget = Budget()  # which says what it needs
+    return job.run(budget)
