@@ -14,6 +14,7 @@ from torch import nn
 from rankwise.calibration.activations import Data, each_input_moments, output_moments
 from rankwise.core.layer import Coverage
 from rankwise.core.slicing import Folds, Slices
+from rankwise.data.loaders import clean
 from rankwise.data.splits import load as load_data
 from rankwise.decompositions import DECOMPOSITIONS, NOTHING, OUTPUTS, PLAIN, Target, of
 from rankwise.decompositions.base import relative
@@ -67,6 +68,7 @@ class TableOptions(SearchChanges, total=False):
     exclude: Iterable[str] | str  # names or patterns of layers to leave alone
     progress: Progress | None  # called with a layer's name, how many are done, and how many there are
     data: Data | str | None  # calibration inputs, or the name of a data set
+    input: int | str | None  # which part of a batch of the data the network takes
 
 
 def _register(*methods: Method) -> dict[str, Method]:
@@ -173,7 +175,7 @@ def build_table(
     """
     changes = cast(dict[str, Any], dict(options))
     exclude, progress, data = changes.pop("exclude", ()), changes.pop("progress", None), changes.pop("data", None)
-    slices = changes.pop("groups", slices)
+    slices, part = changes.pop("groups", slices), changes.pop("input", None)
     coverage = find_layers(model, example, exclude)
     decompositions, error = changes.pop("decompositions", None), changes.pop("error", None) or "energy"
     if decompositions is None:
@@ -182,7 +184,7 @@ def build_table(
     others = settings_for("auto", **changes)
     assert isinstance(others, Settings), "auto decomposes"
     settings = replace(others, folds=folds, slices=slices, decompositions=tuple(decompositions), error=error)
-    return table_for(model, coverage, settings, calibration(data, example), progress)
+    return table_for(model, coverage, settings, calibration(data, model, example, part), progress)
 
 
 def table_for(
@@ -235,9 +237,17 @@ def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: Da
             table.given.setdefault((layer.name, option), {})["output"] = relative(lost, whole)
 
 
-def calibration(data: Data | str | None, example: Example | None = None, count: int = 256) -> Data | None:
-    """Calibration data as it comes, or for a specification such as "digits" evenly spaced training images."""
-    return load_data(data, "calibration", size=side_of(example)).thin(count) if isinstance(data, str) else data
+def calibration(
+    data: Data | str | None,
+    model: nn.Module,
+    example: Example | None = None,
+    part: int | str | None = None,
+    count: int = 256,
+) -> Data | None:
+    """Inputs out of what is given (data/loaders.py), or for a name such as "digits" evenly spaced training images."""
+    if isinstance(data, str):
+        return load_data(data, "calibration", size=side_of(example)).thin(count)
+    return None if data is None else cast(Data, clean(data, model, example, part))
 
 
 def allocate(

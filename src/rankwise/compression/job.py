@@ -22,6 +22,7 @@ from rankwise.compression.basis import ALONE, Basis, Ground, Observations, Table
 from rankwise.compression.request import CompressOptions, Request
 from rankwise.core.layer import Coverage
 from rankwise.core.linalg import computing_on
+from rankwise.data.loaders import notes_of
 from rankwise.decompositions import METRIC, OUTPUTS, of
 from rankwise.errors import RankwiseError
 from rankwise.methods import calibration, needs_budget, settings_for
@@ -73,6 +74,7 @@ class Compression:
         self.model, self.example, self.request = model, example, request or Request()
         self.name = self.request.name or type(model).__name__
         self._data, self._watch, self._tables, self._coverage = data, watch, tables, coverage
+        self._read: object = None  # the data, where it can be read once only
         self._bases: dict[tuple[bool, bool], Basis] = {}
 
     # ---- what no budget changes
@@ -97,8 +99,9 @@ class Compression:
         """The network and what is known about it before anything is planned."""
         data: Data | None = None
         if self.request.looks_at_data:
-            data = calibration(self._data, self.example, self.request.calibrate)
+            data = calibration(self._data, self.model, self.example, self.request.input, self.request.calibrate)
         if isinstance(data, Iterator) and self.request.recovers:
+            self._read = data
             data = list(data)  # distilled on what was looked at before
         return Ground(self.model, self.example, self.coverage, data, self._watch, self._tables)
 
@@ -190,7 +193,8 @@ class Compression:
         check_sizes(budget, self.coverage)
         check_weights(self.model, self.coverage)
         with computing_on(self.request.device):
-            return replace(self._plan(budget), weights=self.weights)
+            plan = replace(self._plan(budget), weights=self.weights)
+        return plan.warned(*notes_of(self._read or self.ground.data))
 
     @cached_property
     def _replayed(self) -> Plan:
@@ -285,7 +289,7 @@ def split_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     units = {unit: given.pop(unit) for unit in UNITS if unit in given}  # latency, and what else the registry has
     kept = {key: given.pop(key, None) for key in ("data", "progress")}
     asked: dict[str, Any] = {
-        key: given.pop(key) for key in ("recover", "fuse", "timing", "name", "device") if key in given
+        key: given.pop(key) for key in ("recover", "fuse", "timing", "name", "device", "input") if key in given
     }
     exclude = given.pop("exclude", None) or ()
     asked["exclude"] = (exclude,) if isinstance(exclude, str) else tuple(exclude)

@@ -24,6 +24,7 @@ class Request:
     ("90s"). `fuse` folds batch norms; None does so for budgets in latency only. `name` is what the plan calls the
     network, its class unless given. So many images are taken to `calibrate`, of data that is given by its name.
     Decompositions are computed on the CPU unless `device` names another place (core/linalg.py).
+    `input` is the part of a batch of the data that the network takes, by index or name.
     `plan` holds decisions that are made already: they are followed, and method, changes and exclude mean nothing.
     """
 
@@ -37,6 +38,7 @@ class Request:
     calibrate: int = 256
     plan: Plan | None = None
     device: str | torch.device | None = None
+    input: int | str | None = None
 
     @property
     def is_free(self) -> bool:
@@ -66,6 +68,7 @@ class CompressOptions(SettingChanges, total=False):
     latency: float | None  # the fraction of the measured time that may remain
     exclude: Iterable[str] | str  # names or patterns of layers to leave alone
     data: Data | str | None  # inputs without labels, or the name of a data set
+    input: int | str | None  # which part of a batch of the data the network takes, where that is not clear
     recover: int | str  # steps of distillation from the original network, or seconds: "90s"
     timing: Timing | None  # how times are measured
     fuse: bool | None  # fold batch norms into the layers before them
