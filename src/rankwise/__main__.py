@@ -6,8 +6,9 @@ import sys
 
 import typer
 
-from rankwise.cli.app import app
+from rankwise.cli.commands import COMMANDS, app_for
 from rankwise.errors import RankwiseError
+from rankwise.version import __version__
 
 # What a wrong flag raises. Some versions of typer carry a click of their own, so ask typer for the class.
 USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -15,15 +16,21 @@ USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name_
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["--version"]:
+        print(f"rankwise {__version__}")
+        return 0
     try:
+        app = app_for([name for name in given[:1] if name in COMMANDS])
         result = typer.main.get_command(app).main(given or ["--help"], prog_name="rankwise", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except (RankwiseError, USAGE) as err:
         sentence = err.format_message() if hasattr(err, "format_message") else str(err)
         print(f"rankwise: {' '.join(sentence.split())}", file=sys.stderr)
         return 2
-    except (typer.Abort, KeyboardInterrupt):
-        print("rankwise: stopped", file=sys.stderr)
+    except (typer.Abort, KeyboardInterrupt) as err:
+        # What the command has to say about it is in the interrupt, which typer wraps into an exception of its own.
+        said = next((str(e) for e in (err, err.__cause__, err.__context__) if e is not None and str(e)), "interrupted")
+        print(f"rankwise: {said}", file=sys.stderr)
         return 130
 
 

@@ -277,7 +277,7 @@ def test_folders_open_without_rankwise(tmp_path: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compressed") / "o"
     flags = ["--keep", "0.6", "--method", "svd-energy", "--out", str(out), "--fuse", "--json"]
-    assert main(["compress", "digits-cnn", *flags]) == 0
+    assert main(["compress", "digits-cnn", "--random-weights", *flags]) == 0
     return out
 
 
@@ -331,7 +331,10 @@ def test_bad_input_is_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.
         (["export", folder, "--to", "tflite"], "onnx, exported"),
         (["export", tmp_path, "--to", "onnx"], "rankwise compress"),
         (["export", folder, "--to", "onnx", "--input", "1,x"], "--input"),
-        (["compress", "digits-cnn", "--keep", "0.5", "--timing", "speed=1", "--out", tmp_path], "batch=32"),
+        (
+            ["compress", "digits-cnn", "--random-weights", "--keep", "0.5", "--timing", "speed=1", "--out", tmp_path],
+            "batch=32",
+        ),
     ]
     for arguments, says in cases:
         assert main([str(a) for a in arguments]) == 2

@@ -303,7 +303,7 @@ class TestFolder:
                 ask(out)
 
     def test_a_base_that_has_no_name(self, tmp_path: Path) -> None:
-        with pytest.raises(RankwiseError, match="as base"):
+        with pytest.raises(RankwiseError, match="--base"):
             build(self.folder(tmp_path / "out", "MyNet"))
 
     def test_not_a_compressed_folder(self, tmp_path: Path) -> None:

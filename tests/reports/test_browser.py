@@ -125,7 +125,15 @@ def test_the_plan_is_downloaded_and_compressed_with(
     assert waiting.value.suggested_filename == "plan.json"
     waiting.value.save_as(tmp_path / "plan.json")
     assert rw.Plan.load(tmp_path / "plan.json") == plan_of(results, "auto", 0.4)
-    arguments = ["compress", "digits-cnn", "--plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "o")]
+    arguments = [
+        "compress",
+        "digits-cnn",
+        "--random-weights",
+        "--plan",
+        str(tmp_path / "plan.json"),
+        "--out",
+        str(tmp_path / "o"),
+    ]
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["after"] == plan_of(results, "auto", 0.4).to_json()["after"]
 

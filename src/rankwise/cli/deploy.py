@@ -85,7 +85,10 @@ def export_command(
     base: BaseOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Write an ONNX file or a torch.export program, read it back and compare its outputs before saying done."""
+    """Write an ONNX file or a torch.export program, and read it back.
+
+    Its outputs are compared with the network's before it says done.
+    """
     if to not in TARGETS:
         raise RankwiseError(f"--to {to} was given: possible are {', '.join(TARGETS)}")
     how = read_timing(timing)
@@ -115,11 +118,6 @@ def export_command(
         f"done: {found['path']} ({found['bytes']:,} bytes) was written and read back; for batches of {sizes} its "
         f"outputs differ from PyTorch's by {found['difference']:.1e} at most (relative)"
     )
-
-
-def register(app: typer.Typer) -> None:
-    app.command("bench")(bench_command)
-    app.command("export")(export_command)
 
 
 def times_grid(found: dict[str, Any]) -> Grid:

@@ -27,7 +27,10 @@ def report(
     title: Annotated[str, typer.Option("--title", help="Title of the page; the folder's name unless given.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """One HTML file that opens without a network: curves, tables, plans to explore, and where every number is from."""
+    """One HTML file that opens without a network: curves, tables, plans to explore.
+
+    It says where every number is from.
+    """
     from rankwise.reports.html import write_report
 
     if out.is_dir():
@@ -72,7 +75,3 @@ def single_report(
 def _typed() -> str | None:
     """The command as it was given, where it was given to this program."""
     return " ".join(["rankwise", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "rankwise" else None
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(report)

@@ -98,8 +98,7 @@ def _watched_run(
         try:
             return runner.run_study(study, out, engine, say, again, lambda cell: matches(cell, only))
         except KeyboardInterrupt:
-            print(f"rankwise: interrupted; the same command goes on with {out} where it stands", file=sys.stderr)
-            raise
+            raise KeyboardInterrupt(f"interrupted; the same command goes on with {out} where it stands") from None
 
 
 def matches(cell: Cell, only: list[str]) -> bool:
@@ -183,7 +182,10 @@ def summary(
     published: Annotated[bool, typer.Option("--published/--ours", help="Show the paper's numbers beside ours.")] = True,
     as_json: JsonOpt = False,
 ) -> None:
-    """Tables of a study: accuracy by keep, the largest CR-P within a loss of δ, and the paper's numbers beside them."""
+    """Tables of a study: accuracy by keep, the paper's numbers beside them.
+
+    Also the largest CR-P within a loss of δ.
+    """
     if to not in RENDER:
         raise RankwiseError(f"--to {to} was given: possible are {', '.join(RENDER)}")
     rows = read_rows(results)
@@ -194,8 +196,3 @@ def summary(
         show.print_json([table.to_json() for table in found])
         return
     sys.stdout.write("\n".join(RENDER[to](table) for table in found))
-
-
-def register(app: typer.Typer) -> None:
-    for command in (run, summary):
-        app.command()(command)

@@ -92,7 +92,10 @@ def retrain(
     tensorboard: BoardOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Retrain a compressed network by the last epochs of a recipe (learning-rate rewinding)."""
+    """Retrain a compressed network by the last epochs of a recipe.
+
+    The learning rate starts where the recipe has it at that time (rewinding).
+    """
     chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_changes(changes or ()))
     if out.resolve() == folder.resolve():
         raise RankwiseError(f"--out {out} is the folder that is retrained: give another one, so that both remain")
@@ -128,18 +131,16 @@ def iterate(
     tensorboard: BoardOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Train (unless there are weights), then compress to αⁱ, retrain and project back in each round i."""
+    """Train, then compress, retrain and project back in each round.
+
+    Where there are weights it is not trained first. Round i keeps αⁱ of the parameters.
+    """
     chosen = change(get_recipe(recipe), read_changes(changes or ()))
     plan = steps.Rounds(rounds, method, tuple(exclude or ()), calibrate, loop)
     with _watched(chosen, out, tensorboard, as_json) as watch:
         run = steps.Run(data, chosen, out, seed, resume, split, limit, size, watch)
         rows = steps.iterate(network, run, plan, weights)
     _print(rows, out, as_json)
-
-
-def register(app: typer.Typer) -> None:
-    for command in (train, retrain, iterate):
-        app.command()(command)
 
 
 @contextmanager
@@ -149,8 +150,7 @@ def _watched(recipe: Recipe, out: Path, tensorboard: bool, as_json: bool) -> Ite
         try:
             yield watch
         except KeyboardInterrupt:
-            print(f"rankwise: interrupted; add --resume to go on with {out} where it stands", file=sys.stderr)
-            raise
+            raise KeyboardInterrupt(f"interrupted; add --resume to go on with {out} where it stands") from None
 
 
 def _print(rows: list[dict[str, Any]], out: Path, as_json: bool) -> None:

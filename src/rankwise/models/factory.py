@@ -11,7 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -46,6 +46,22 @@ def call_from_file(spec: Spec) -> nn.Module:
         if not callable(factory):
             raise RankwiseError(f"{file} has no function {name!r}: {near(name, _functions(module))}")
         return call(factory, spec)
+
+
+def load_function(text: str) -> Callable[..., Any]:
+    """The function that FILE.py:NAME names; the file is run."""
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise RankwiseError(f"{text!r} names no function: give FILE.py:FUNCTION")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise RankwiseError(f"there is no file {file}: give an existing one as FILE.py:FUNCTION")
+    sys.path.append(str(path.parent))  # for as long as the process runs: a metric imports where it is called
+    module = _import_file(path, Spec(text, "file", text, {}))
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise RankwiseError(f"{file} has no function {name!r}: {near(name, _functions(module))}")
+    return cast(Callable[..., Any], function)
 
 
 def _functions(module: ModuleType) -> list[str]:

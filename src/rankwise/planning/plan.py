@@ -119,6 +119,7 @@ class Plan:
     its own result (objective value, optimality gap, trace). Neither is needed to replay the plan. `fused` names batch
     norms that were folded into layers afterwards, each with its layer; `layout` is how weights lie in memory, if they
     are to lie otherwise than in the model. `warnings` are sentences on what was done otherwise than was asked for.
+    `weights` is a hash of the weights that the plan was made for, where that is known.
     """
 
     model: str
@@ -132,6 +133,7 @@ class Plan:
     fused: dict[str, str] = field(default_factory=dict)
     layout: str | None = None
     warnings: tuple[str, ...] = ()
+    weights: str = ""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -180,7 +182,7 @@ class Plan:
             for key in optional:  # only where there are any: most plans have none
                 if not entry.get(key, True):
                     del entry[key]
-        for key in ("fused", "layout", "warnings"):
+        for key in ("fused", "layout", "warnings", "weights"):
             if not body[key]:
                 del body[key]
         return {"format": FORMAT, **body, "budget": self.budget.to_json()}
@@ -235,6 +237,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
             files.typed(text, str, f"a warning of {where}")
             for text in files.typed(data.get("warnings", []), list, f"'warnings' of {where}")
         ),
+        weights=files.typed(data.get("weights", ""), str, f"'weights' of {where}"),
     )
     return plan.warned(*old)  # there was one at most, and it stood beside what the search found
 
