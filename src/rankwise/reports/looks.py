@@ -59,19 +59,20 @@ def _diamond(wide: float, tall: float) -> tuple[Point, ...]:
     return ((0, tall), (wide, 0), (0, -tall), (-wide, 0))
 
 
+_PLUS: tuple[Point, ...] = (
+    *((-0.35, 1.0), (0.35, 1.0), (0.35, 0.35), (1.0, 0.35), (1.0, -0.35), (0.35, -0.35)),
+    *((0.35, -1.0), (-0.35, -1.0), (-0.35, -0.35), (-1.0, -0.35), (-1.0, 0.35), (-0.35, 0.35)),
+)
 # By their names in plotly, as corners for everything else. Larger than 1 where a shape would look small.
 SHAPES: dict[str, tuple[Point, ...]] = {
     "circle": _regular(24, 0),
     "square": _regular(4, 45),
     "diamond": _diamond(1.1, 1.1),
     "triangle-up": _regular(3, 90),
-    "x": tuple((0.9 * (a - b), 0.9 * (a + b)) for a, b in _star(4, 0.4, 0)),
+    "x": tuple(((a - b) * 0.5**0.5, (a + b) * 0.5**0.5) for a, b in _PLUS),
     "triangle-down": _regular(3, -90),
     "star": _star(5, 0.4, 90),
-    "cross": (
-        *((-0.35, 1.0), (0.35, 1.0), (0.35, 0.35), (1.0, 0.35), (1.0, -0.35), (0.35, -0.35)),
-        *((0.35, -1.0), (-0.35, -1.0), (-0.35, -0.35), (-1.0, -0.35), (-1.0, 0.35), (-0.35, 0.35)),
-    ),
+    "cross": _PLUS,
     "pentagon": _regular(5, 90),
     "triangle-left": _regular(3, 180),
     "hourglass": ((-0.8, 1.0), (0.8, 1.0), (-0.8, -1.0), (0.8, -1.0)),
