@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint bench docs
+.PHONY: demo test lint bench docs dist
 
 # torch comes first and pinned: with a range, pip would choose the newest build and several GB of CUDA.
 $(BIN)/.installed: pyproject.toml constraints.txt
@@ -35,5 +35,15 @@ bench: $(BIN)/.installed
 	$(BIN)/python benchmarks/pruning.py
 	$(BIN)/python benchmarks/latency.py
 
-docs: $(BIN)/.installed
-	$(BIN)/python -m pytest tests/test_docs.py
+# The site, in site/: every warning is an error, and every link must lead somewhere.
+docs: $(BIN)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/site/links.py site
+
+$(BIN)/.docs: $(BIN)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+# What an index serves: a source archive and a wheel, in dist/.
+dist: $(BIN)/.installed
+	$(BIN)/python -m build --no-isolation

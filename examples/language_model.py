@@ -28,6 +28,12 @@ def windows() -> tuple[Tensor, int]:
     return tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH), len(letters)
 
 
+def loss_of(net: nn.Module, tokens: Tensor) -> Tensor:
+    """Cross entropy of every next token."""
+    logits = net(input_ids=tokens).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def trained(tokens: Tensor, letters: int, steps: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -40,7 +46,7 @@ def trained(tokens: Tensor, letters: int, steps: int) -> nn.Module:
     for _ in range(steps):
         batch = tokens[torch.randint(len(tokens), (24,))]
         optimiser.zero_grad()
-        model(input_ids=batch, labels=batch).loss.backward()
+        loss_of(model, batch).backward()
         optimiser.step()
     return model.eval()
 
@@ -50,7 +56,7 @@ def perplexity_on(tokens: Tensor) -> Callable[[nn.Module], float]:
 
     @torch.no_grad()
     def perplexity(net: nn.Module) -> float:
-        return float(net(input_ids=tokens, labels=tokens).loss.exp())
+        return float(loss_of(net, tokens).exp())
 
     return perplexity
 

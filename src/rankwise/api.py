@@ -141,7 +141,10 @@ def forecast(
     """What a plan of `auto` will cost in accuracy, before a network is fitted.
 
     Args:
-        model, example, keep, macs: as for `compress`.
+        model: the network, as for `compress`.
+        example: an input, as for `compress`.
+        keep: the fraction of all parameters that may remain.
+        macs: the fraction of all multiply-adds that may remain.
         labelled: the name of a labelled data set; its training images calibrate the plan unless `data=` is given.
         split: where the loss is forecast; it must be new to the network.
         options: as for `compress`.

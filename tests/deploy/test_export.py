@@ -232,8 +232,8 @@ class Net(nn.Module):
 
 
 def test_folders_open_without_rankwise(tmp_path: Path) -> None:
-    """The snippet of docs/deployment.md: every fold, with slices and without, fused and not, other decompositions."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deployment.md").read_text("utf-8"), flags=re.S)
+    """The snippet of docs/export.md: every fold, with slices and without, fused and not, other decompositions."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text("utf-8"), flags=re.S)
     snippet = next(b for b in blocks if "def open_compressed" in b)
     assert len([line for line in snippet.splitlines() if line]) <= 15
     (tmp_path / "snippet.py").write_text(snippet, encoding="utf-8")
