@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) -c constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev,docs]'
 	touch $@
 
 demo: $(BIN)/.installed
@@ -36,13 +36,9 @@ bench: $(BIN)/.installed
 	$(BIN)/python benchmarks/latency.py
 
 # The site, in site/: every warning is an error, and every link must lead somewhere.
-docs: $(BIN)/.docs
+docs: $(BIN)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python docs/site/links.py site
-
-$(BIN)/.docs: $(BIN)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	touch $@
 
 # What an index serves: a source archive and a wheel, in dist/.
 dist: $(BIN)/.installed
