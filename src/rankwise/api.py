@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
+import torch
 from torch import nn
 
 from rankwise.compression import Compression, Request
@@ -210,7 +211,8 @@ def smallest_for(
     sign = 1.0 if higher_is_better else -1.0
 
     def measured(network: nn.Module) -> float:
-        return sign * number(metric(network.eval()))
+        with torch.no_grad():
+            return sign * number(metric(network.eval()))
 
     training = job.model.training
     try:

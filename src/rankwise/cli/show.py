@@ -51,7 +51,7 @@ def count(value: int | None) -> str:
 
 def _grid(title: str | None = None) -> Grid:
     """Without lines between columns, so that more fits into a terminal."""
-    return Grid(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    return Grid(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def coverage_grid(coverage: Coverage, title: str) -> Grid:
@@ -60,7 +60,7 @@ def coverage_grid(coverage: Coverage, title: str) -> Grid:
     grid.add_column("layer", overflow="fold")
     for name in ("kind", "weight"):
         grid.add_column(name, overflow="fold")
-    for name in ("params", "share", "macs", "share"):
+    for name in ("params", "share", "macs"):
         grid.add_column(name, justify="right", no_wrap=True)
     for layer in coverage.layers:
         also = f" (also {', '.join(layer.aliases)})" if layer.aliases else ""
@@ -71,7 +71,6 @@ def coverage_grid(coverage: Coverage, title: str) -> Grid:
             count(layer.params),
             percent(layer.params, coverage.params),
             count(layer.macs),
-            percent(layer.macs, coverage.macs),
         )
     return grid
 
@@ -105,11 +104,11 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
     """One line for each layer that was up for decision."""
     if plan.pruned:
         return _pruned_grid(plan)
-    grid = _grid(f"plan by {plan.method} for {plan.budget}; error: {measure}")
+    grid = _grid(f"plan by {plan.method} for {plan.budget}; error: {measure}; params and macs: what is kept of them")
     for name in ("layer", "by"):
         grid.add_column(name, overflow="fold")
-    grid.add_column("fold")
-    for name in ("slices", "rank", "error", "params", "keep", "macs"):
+    grid.add_column("fold", no_wrap=True)
+    for name in ("slices", "rank", "error", "params", "macs"):
         grid.add_column(name, justify="right", no_wrap=True)
     for entry in plan.choices:
         before, after = entry.before, entry.after
@@ -120,7 +119,6 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
             str(entry.slices),
             f"{entry.outer}×{entry.rank}" if entry.outer else str(entry.rank),
             f"{entry.error.get(measure, float('nan')):.4f}",
-            count(after.params),
             percent(after.params, before.params),
             percent(after.macs, before.macs),
         )
