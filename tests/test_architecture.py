@@ -122,7 +122,7 @@ def commands() -> set[tuple[str, str]]:
     """File and name of every function behind a command: its parameters are the flags."""
     from rankwise.cli.app import app
 
-    found = [info.callback for info in app.registered_commands if info.callback is not None]
+    found = [inspect.unwrap(info.callback) for info in app.registered_commands if info.callback is not None]
     return {(str(Path(inspect.getfile(f)).relative_to(SOURCE)), f.__name__) for f in found}
 
 

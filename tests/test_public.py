@@ -37,6 +37,31 @@ def test_public_things_are_explained(name: str) -> None:
     assert (inspect.getdoc(getattr(rw, name)) or "").strip()
 
 
+@pytest.mark.parametrize("name", [n for n in rw.__all__ if inspect.isfunction(getattr(rw, n))])
+def test_functions_say_what_they_take_and_give_with_an_example(name: str) -> None:
+    """tests/test_docs.py runs the examples."""
+    said = inspect.getdoc(getattr(rw, name)) or ""
+    assert "Args:" in said
+    assert "Returns:" in said
+    assert ">>>" in said
+    for parameter in inspect.signature(getattr(rw, name)).parameters:
+        assert parameter in said, parameter
+
+
+def test_a_plan_is_readable() -> None:
+    """Its repr is a line, its summary fits 80 columns and names every layer that changes."""
+    model = rw.networks.build("resnet20")
+    for method in ("svd", "alds+", "ft"):
+        _, plan = rw.compress(model, torch.zeros(1, 3, 32, 32), method, keep=0.7, name="resnet20")
+        assert repr(plan).startswith(f"<Plan of resnet20 by {method} for params 0.7: ")
+        assert "\n" not in repr(plan)
+        text = plan.summary()
+        rows = [line for line in text.splitlines() if not line.startswith(("whole,", "warning:"))]
+        assert max(map(len, rows)) <= 80
+        assert all(any(row.startswith(f"{c.name} ") for row in rows) for c in (*plan.choices, *plan.pruned))
+        assert f"keep {plan.keep():.4f}" in text
+
+
 def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first Python block of the README, as it stands there."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)

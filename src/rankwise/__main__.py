@@ -7,7 +7,7 @@ import sys
 import typer
 
 from rankwise.cli.commands import COMMANDS, app_for
-from rankwise.errors import RankwiseError
+from rankwise.errors import Interrupted, RankwiseError
 from rankwise.version import __version__
 
 # What a wrong flag raises. Some versions of typer carry a click of their own, so ask typer for the class.
@@ -27,10 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
         sentence = err.format_message() if hasattr(err, "format_message") else str(err)
         print(f"rankwise: {' '.join(sentence.split())}", file=sys.stderr)
         return 2
-    except (typer.Abort, KeyboardInterrupt) as err:
-        # What the command has to say about it is in the interrupt, which typer wraps into an exception of its own.
-        said = next((str(e) for e in (err, err.__cause__, err.__context__) if e is not None and str(e)), "interrupted")
-        print(f"rankwise: {said}", file=sys.stderr)
+    except (typer.Abort, KeyboardInterrupt, Interrupted) as err:
+        print(f"rankwise: {str(err) or 'interrupted'}", file=sys.stderr)
         return 130
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
+import torch
 from torch import nn
 
 from rankwise.compression import Compression, Request
@@ -91,6 +92,13 @@ def retrain(
     Returns:
         The row that is written: scores before and after, seconds, history. `rankwise.networks.build(out)` opens the
         network.
+
+    >>> import tempfile, rankwise as rw
+    >>> folder, out = tempfile.mkdtemp(), tempfile.mkdtemp()
+    >>> rw.save(*rw.compress(rw.networks.build("digits-cnn"), method="svd", keep=0.6, name="digits-cnn"), folder)
+    >>> row = rw.retrain(folder, "digits", out, changes={"epochs": 1, "retrain": 1}, limit=64)
+    >>> row["status"], sorted(row["retrained"])
+    ('done', ['loss', 'n', 'top1', 'top5'])
     """
     given = cast(dict[str, Any], dict(options))
     known = RetrainOptions.__annotations__
@@ -115,6 +123,13 @@ def bench(folder: str | Path, **options: Any) -> dict[str, Any]:
 
     Returns:
         One dict: "times" with a row for each engine, number of threads and batch; params, macs, bytes and memory.
+
+    >>> import tempfile, rankwise as rw
+    >>> folder = tempfile.mkdtemp()
+    >>> rw.save(*rw.compress(rw.networks.build("digits-cnn"), method="svd", keep=0.6, name="digits-cnn"), folder)
+    >>> found = rw.bench(folder, batches=(1,), threads=(1,), engines=("eager",), repeats=3)
+    >>> found["params"]["compressed"] < found["params"]["dense"], found["times"][0]["ratio"] > 0
+    (True, True)
     """
     known = [field.name for field in fields(BenchJob) if field.name != "folder"]
     unknown = sorted(set(options) - set(known))
@@ -151,6 +166,12 @@ def forecast(
 
     Returns:
         A `Forecast`: drop in points of top-1 with low and high, and the percentage of answers that change.
+
+    >>> import torch, rankwise as rw
+    >>> model = rw.networks.build("digits-cnn").eval()
+    >>> found = rw.forecast(model, torch.zeros(1, 1, 8, 8), "digits", keep=0.6)
+    >>> found.low <= found.drop <= found.high
+    True
     """
     job, units = _job(model, example, cast(dict[str, Any], {"data": labelled, **options}))
     images = load_data(labelled, split, size=side_of(example))
@@ -213,7 +234,8 @@ def smallest_for(
     sign = 1.0 if higher_is_better else -1.0
 
     def measured(network: nn.Module) -> float:
-        return sign * number(metric(network.eval()))
+        with torch.no_grad():
+            return sign * number(metric(network.eval()))
 
     training = job.model.training
     try:

@@ -167,11 +167,27 @@ def build_table(
     slices: Slices = "all",
     **options: Unpack[TableOptions],
 ) -> Table:
-    """What every option of every layer costs and loses; `example` is needed for budgets in macs.
+    """What every option of every layer costs and loses, for any number of budgets.
 
-    `exclude=` names layers to leave alone. `decompositions=` are svd, and with calibration `data=` (any iterable of
-    inputs, or a specification) pca, unless others are named. With error="output" all of them are measured on the data,
-    too. Other keywords are settings of methods (`SettingChanges`): clustering=, seed=, starts= …
+    Args:
+        model: any network.
+        example: an input, which budgets in macs need.
+        folds: which ways to make a matrix of a kernel: "all", or schemes such as (0, 3).
+        slices: how many slices of the channels: "all" powers of two, "any", a number or several.
+        options: `exclude=` layers to leave alone; `data=` calibration inputs, `input=` the part of a batch;
+            `decompositions=` are svd, and with data pca, unless others are named; with error="output" all of them are
+            measured on the data. See `TableOptions`.
+
+    Returns:
+        A `Table`: give it to `allocate`, or save it.
+
+    >>> import torch, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> table = rw.build_table(model, x)
+    >>> [round(rw.allocate(table, rw.Budget(params=keep)).keep(), 1) for keep in (0.8, 0.5)]
+    [0.8, 0.5]
     """
     changes = cast(dict[str, Any], dict(options))
     exclude, progress, data = changes.pop("exclude", ()), changes.pop("progress", None), changes.pop("data", None)
@@ -253,7 +269,24 @@ def calibration(
 def allocate(
     table: Table, budget: Budget | None, method: str = "auto", model: str = "", **changes: Unpack[SettingChanges]
 ) -> Plan:
-    """One choice for each layer. `changes` replace settings of the method: error=, search=, groups=, seed= …"""
+    """One choice for each layer, never above the budget.
+
+    Args:
+        table: what `build_table` gave.
+        budget: what may remain; None for tucker2, which reads its ranks from the weights.
+        method: a name of `rankwise.METHODS`.
+        model: what the plan calls the network.
+        changes: settings of the method to replace: error=, search=, slices=, seed= …; see `SettingChanges`.
+
+    Returns:
+        A `Plan`: give it to `apply_plan`, or save it.
+
+    >>> import rankwise as rw
+    >>> from torch import nn
+    >>> table = rw.build_table(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
+    >>> len(rw.allocate(table, rw.Budget(params=0.7), "svd").choices)
+    2
+    """
     settings = settings_for(method, **changes)
     if isinstance(settings, Filters):
         raise RankwiseError(

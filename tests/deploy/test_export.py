@@ -330,7 +330,8 @@ def test_bad_input_is_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.
         (["bench", folder, "--layout", "rows"], "channels-last"),
         (["export", folder, "--to", "tflite"], "onnx, exported"),
         (["export", tmp_path, "--to", "onnx"], "rankwise compress"),
-        (["export", folder, "--to", "onnx", "--input", "1,x"], "--input"),
+        (["export", folder, "--to", "onnx", "--input", "1,x", "--out", tmp_path / "x.onnx"], "--input"),
+        (["export", folder, "--to", "onnx", "--out", __file__], "--force"),
         (
             ["compress", "digits-cnn", "--random-weights", "--keep", "0.5", "--timing", "speed=1", "--out", tmp_path],
             "batch=32",

@@ -13,7 +13,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.__main__ import main
-from rankwise.cli import compress as command
+from rankwise.cli import outcome as command
 from rankwise.cli import show
 from rankwise.planning.times import Conditions, Times
 from rankwise.timing import cost_model, load, tune
@@ -167,6 +167,7 @@ def test_the_command_line_says_so(
         "compress",
         "digits-cnn",
         "--random-weights",
+        "--force",
         "--keep",
         "0.7",
         "--method",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
+from typing import Any
 
 import typer
+
+from rankwise.errors import Interrupted
 
 # name: (module, function, what it does); the first line of the function's docstring is the same (tests hold it)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -41,10 +46,23 @@ def app_for(names: list[str]) -> typer.Typer:
     app.callback()(lambda: None)  # a single command would become the application itself otherwise
     for name, (module, function, about) in COMMANDS.items():
         if name in names:
-            app.command(name, short_help=about)(getattr(import_module(f"rankwise.cli.{module}"), function))
+            app.command(name, short_help=about)(telling(getattr(import_module(f"rankwise.cli.{module}"), function)))
         else:
             app.command(name, short_help=about)(_not_loaded)
     return app
+
+
+def telling(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which says something when it is interrupted."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt as err:
+            raise Interrupted(str(err) or "interrupted") from None
+
+    return run
 
 
 def _not_loaded() -> None:

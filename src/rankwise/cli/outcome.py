@@ -91,6 +91,8 @@ def interruptible(out: Path | None) -> Iterator[None]:
 def read_limit(
     most: float | None, unit: str, data: str | None, metric: str | None, lower: bool, budget: bool
 ) -> Limit | None:
+    if lower and metric is None:
+        raise RankwiseError("--lower-is-better says how to read --metric, and there is none: leave it out")
     if most is None:
         if metric is not None:
             raise RankwiseError("--metric is what --max-drop measures, and there is none: add --max-drop")
@@ -102,8 +104,6 @@ def read_limit(
             "--max-drop measures what is lost, and there is nothing to measure it on: add --data, or --metric "
             "FILE.py:FUNCTION"
         )
-    if lower and metric is None:
-        raise RankwiseError("--lower-is-better says how to read --metric, and there is none: leave it out")
     check_limit(most, unit)
     if metric is None and most >= 100:
         raise RankwiseError(f"--max-drop {most:g} was given: give points of accuracy, from 0 to below 100")

@@ -49,18 +49,18 @@ def count(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
 
 
-def _grid(title: str | None = None) -> Grid:
+def new_grid(title: str | None = None) -> Grid:
     """Without lines between columns, so that more fits into a terminal."""
-    return Grid(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    return Grid(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def coverage_grid(coverage: Coverage, title: str) -> Grid:
     """Every layer that can be decomposed: what it is, and what it costs."""
-    grid = _grid(title)
+    grid = new_grid(title)
     grid.add_column("layer", overflow="fold")
     for name in ("kind", "weight"):
         grid.add_column(name, overflow="fold")
-    for name in ("params", "share", "macs", "share"):
+    for name in ("params", "share", "macs"):
         grid.add_column(name, justify="right", no_wrap=True)
     for layer in coverage.layers:
         also = f" (also {', '.join(layer.aliases)})" if layer.aliases else ""
@@ -71,7 +71,6 @@ def coverage_grid(coverage: Coverage, title: str) -> Grid:
             count(layer.params),
             percent(layer.params, coverage.params),
             count(layer.macs),
-            percent(layer.macs, coverage.macs),
         )
     return grid
 
@@ -105,11 +104,11 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
     """One line for each layer that was up for decision."""
     if plan.pruned:
         return _pruned_grid(plan)
-    grid = _grid(f"plan by {plan.method} for {plan.budget}; error: {measure}")
+    grid = new_grid(f"plan by {plan.method} for {plan.budget}; error: {measure}; params and macs: what is kept of them")
     for name in ("layer", "by"):
         grid.add_column(name, overflow="fold")
-    grid.add_column("fold")
-    for name in ("slices", "rank", "error", "params", "keep", "macs"):
+    grid.add_column("fold", no_wrap=True)
+    for name in ("slices", "rank", "error", "params", "macs"):
         grid.add_column(name, justify="right", no_wrap=True)
     for entry in plan.choices:
         before, after = entry.before, entry.after
@@ -120,7 +119,6 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
             str(entry.slices),
             f"{entry.outer}×{entry.rank}" if entry.outer else str(entry.rank),
             f"{entry.error.get(measure, float('nan')):.4f}",
-            count(after.params),
             percent(after.params, before.params),
             percent(after.macs, before.macs),
         )
@@ -171,7 +169,7 @@ def trial(tried: Trial, unit: str) -> str:
 
 def _pruned_grid(plan: Plan) -> Grid:
     """One line for each narrowed module: what is left of its filters and of its channels."""
-    grid = _grid(f"plan by {plan.method} for {plan.budget}")
+    grid = new_grid(f"plan by {plan.method} for {plan.budget}")
     grid.add_column("layer", overflow="fold")
     for name in ("filters kept", "channels kept", "params", "keep", "macs"):
         grid.add_column(name, justify="right", no_wrap=name != "filters kept")
@@ -205,7 +203,7 @@ def held_filters(plan: Plan) -> list[str]:
 
 def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
     """The network before and after, and what was removed (CR-P, CR-F)."""
-    grid = _grid()
+    grid = new_grid()
     grid.add_column("")
     for name in ("before", "after", "keep", "removed"):
         grid.add_column(name, justify="right")
@@ -225,7 +223,7 @@ def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
 def rows_grid(rows: list[dict[str, Any]]) -> Grid:
     """Top-1 of every label at every keep, means over repeats: compressed → retrained, where it was."""
     panel = panels(rows)[0]
-    grid = _grid(f"top-1 on {panel.n} images; before: {panel.reference[0]:.2f} %")
+    grid = new_grid(f"top-1 on {panel.n} images; before: {panel.reference[0]:.2f} %")
     grid.add_column("keep", justify="right")
     lines = {line.label: line for line in panel.stages[0].lines}
     for label in lines:

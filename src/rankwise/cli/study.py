@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table as Grid
 
 from rankwise.cli import show
 from rankwise.cli.options import JsonOpt
@@ -88,7 +87,12 @@ def _watched_run(
     as_json: bool,
 ) -> runner.Outcome:
     lines = sys.stderr if as_json else sys.stdout
+    cells = [cell for cell in study.cells() if matches(cell, only)]
+    missing = sum(runner.status_of(cell, out) != "done" for cell in cells)
+    if not sys.stderr.isatty():
+        print(f"{study.name}: {len(cells)} cells, {missing} to run, results in {out}", file=lines, flush=True)
     with show.progress("cells") as report:
+        report("", len(cells) - missing, len(cells))
 
         def say(row: dict[str, Any], done: int, total: int) -> None:
             report(row["cell"], done, total)
@@ -137,15 +141,15 @@ def _print_estimate(study: Study, out: str, only: list[str], as_json: bool) -> N
         show.print_json({"study": study.name, "out": out, **found.to_json(), "list": listed})
         return
     terminal = show.console()
-    grid = Grid(title=f"{study.title} ({study.mode})", title_justify="left")
-    for name in ("cell", "network", "data", "method"):
+    grid = show.new_grid(f"{study.title} ({study.mode})")
+    for name in ("cell", "network and data", "method"):
         grid.add_column(name, overflow="fold")
-    for name in ("keep", "retrain", "seed", "status"):
-        grid.add_column(name, justify="right")
+    for name in ("keep", "epochs", "seed", "status"):
+        grid.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
-        retrain = f"{cell.epochs} epochs" if cell.share else "no"
-        place = (cell.name, cell.network.model, cell.network.data, cell.entry.label)
-        grid.add_row(*place, f"{cell.asked:.4g}", retrain, str(cell.seed), runner.status_of(cell, out))
+        epochs = str(cell.epochs if cell.share else 0)
+        place = (cell.name, f"{cell.network.model}, {cell.network.data}", cell.entry.label)
+        grid.add_row(*place, f"{cell.asked:.4g}", epochs, str(cell.seed), runner.status_of(cell, out))
     terminal.print(grid)
     terminal.print(_estimate(found))
 

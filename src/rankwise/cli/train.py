@@ -56,7 +56,7 @@ def train(
     as_json: JsonOpt = False,
 ) -> None:
     """Train a network; DIR can then be compressed and evaluated like any MODEL."""
-    chosen = change(get_recipe(recipe), read_changes(changes or ()))
+    chosen = change(get_recipe(recipe), read_fields(changes))
     with _watched(chosen, out, tensorboard, as_json) as watch:
         run = steps.Run(data, chosen, out, seed, resume, split, limit, size, watch)
         row = steps.train(network, run, weights)
@@ -96,7 +96,7 @@ def retrain(
 
     The learning rate starts where the recipe has it at that time (rewinding).
     """
-    chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_changes(changes or ()))
+    chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_fields(changes))
     if out.resolve() == folder.resolve():
         raise RankwiseError(f"--out {out} is the folder that is retrained: give another one, so that both remain")
     with _watched(chosen, out, tensorboard, as_json) as watch:
@@ -135,7 +135,7 @@ def iterate(
 
     Where there are weights it is not trained first. Round i keeps αⁱ of the parameters.
     """
-    chosen = change(get_recipe(recipe), read_changes(changes or ()))
+    chosen = change(get_recipe(recipe), read_fields(changes))
     plan = steps.Rounds(rounds, method, tuple(exclude or ()), calibrate, loop)
     with _watched(chosen, out, tensorboard, as_json) as watch:
         run = steps.Run(data, chosen, out, seed, resume, split, limit, size, watch)
@@ -151,6 +151,15 @@ def _watched(recipe: Recipe, out: Path, tensorboard: bool, as_json: bool) -> Ite
             yield watch
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"interrupted; add --resume to go on with {out} where it stands") from None
+
+
+def read_fields(changes: list[str] | None) -> dict[str, Any]:
+    """What --set says; a training of no epochs would only copy weights, and look like one."""
+    found = read_changes(changes or ())
+    for name in ("epochs", "retrain"):
+        if found.get(name) == 0:
+            raise RankwiseError(f"--set {name}=0 was given, which trains nothing: give 1 or more")
+    return found
 
 
 def _print(rows: list[dict[str, Any]], out: Path, as_json: bool) -> None:

@@ -150,12 +150,12 @@ class Compression:
         taken = [s.name for s in self.coverage.skipped if s.reason == COMPRESSED]
         if taken:
             raise RankwiseError(
-                f"the model is already compressed (layer {taken[0]!r}, for one): densify it first, or compress the "
-                f"original again"
+                f"the model is already compressed (layer {taken[0]!r}, for one): compress the original again, with a "
+                f"smaller budget (in Python rankwise.densify multiplies pairs out)"
             )
         if not self.coverage.layers and not isinstance(self.settings, Filters):
             raise RankwiseError(
-                "the model has no layer that can be decomposed: rankwise.find_layers, or rankwise inspect, says why"
+                "the model has no layer that can be decomposed: rankwise inspect says why (in Python: find_layers)"
             )
 
     def fuses(self, budget: Budget | None) -> bool:
@@ -306,14 +306,29 @@ def compress(
 ) -> tuple[nn.Module, Plan]:
     """The whole job: a smaller copy of the model, and the plan it follows.
 
-    `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input, `latency=` for the measured time of the example (see `Timing`); only
-    tucker2 can do without any. `data=`, any iterable of inputs without labels or a specification such as "digits", is
-    for methods that look at activations, and for `recover=`: so many steps of distillation from the original network at
-    the end, or as many as fit into "90s". `fuse=` folds batch norms into the layers before them, for inference; a
-    budget in latency does so unless it is False. `name=` is what the plan calls the network: its class, unless given.
-    `device=` is where the decompositions are computed, in float64: the CPU unless given, or "network" for wherever the
-    weights are. `exclude=` names layers to leave alone. Other keywords are settings of the method (`CompressOptions`).
+    Args:
+        model: any network; it is left as it is.
+        example: an input: a tensor, a tuple of arguments or a dict of keyword arguments. Budgets in macs and latency
+            need one, and `auto` makes synthetic images of its size where there is no data.
+        method: a name of `rankwise.METHODS`.
+        keep: the fraction of all parameters that may remain, or their number.
+        macs: the same for multiply-adds. `latency=` is the same for the measured time; only tucker2 can do without any.
+        options: `data=` inputs without labels (a DataLoader, a list of batches, a name such as "digits") for methods
+            that look at activations; `recover=` so many steps of distillation from the original at the end, or "90s";
+            `exclude=` layers to leave alone; `fuse=` folds batch norms, which a budget in latency does unless it is
+            False; `device=` where decompositions are computed; all others are settings of the method. See
+            `CompressOptions`, and `SettingChanges` for settings.
+
+    Returns:
+        The smaller network, of plain modules, and its plan.
+
+    >>> import torch, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> small, plan = rw.compress(model, x, method="svd", keep=0.6)
+    >>> plan.keep() <= 0.6, small(x).shape == model(x).shape
+    (True, True)
     """
     given = cast(dict[str, Any], dict(options))
     units, kept, asked = split_options(given)

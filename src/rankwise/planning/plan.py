@@ -16,6 +16,7 @@ from rankwise.decompositions import PLAIN, check_option, full_rank
 from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.findings import Findings, read_findings
+from rankwise.planning.summary import one_line, summary
 from rankwise.planning.times import LAYOUTS
 from rankwise.planning.units import UNITS
 
@@ -111,7 +112,7 @@ class Pruned:
                 raise RankwiseError(f"{where} keeps number {bad} of its {what}: possible are 0 to {wide - 1}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What becomes of every layer: a `Choice`, `Pruned`, or `Skipped` with the reason.
 
@@ -151,6 +152,27 @@ class Plan:
     def inputs(self) -> str | None:
         """What the plan was measured on: calibration, synthetic or noise; None for weights alone."""
         return self.search.inputs
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def summary(self) -> str:
+        """The plan in words and a table of 80 columns: what every layer becomes, or why it stays as it is.
+
+        >>> import torch, rankwise as rw
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(20, 20))
+        >>> _, plan = rw.compress(model, method="svd", keep=0.7)
+        >>> print(plan.summary())  # doctest: +ELLIPSIS
+        plan of Sequential by svd for params 0.7
+          params: 880 → 560, keep 0.6364
+        layer                          becomes                       error  params kept
+        0                              svd f│c rank 6               0...       60.0 %
+        2                              svd f│c rank 6               0...       60.0 %
+        whole, not a linear or convolution layer: 1
+        """
+        return summary(self)
 
     def warned(self, *more: str) -> Plan:
         """The plan with more warnings, each of them once."""

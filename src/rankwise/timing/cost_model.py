@@ -82,11 +82,30 @@ def measure_times(
     progress: Progress | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Times:
-    """Times of the network, its layers and their pairs, for budgets in latency. Pairs take about `seconds=` at most.
+    """Times of the network, its layers and their pairs, for budgets in latency.
 
     Layers and pairs are timed in the network as it will be: with `fuse=True` its batch norms are folded away, and where
     channels last are faster its weights lie so (`Times.layout`). Budgets are fractions of the network as it is.
-    `cache=` is the folder to keep measurements in: $RANKWISE_CACHE or ~/.cache/rankwise, unless another is given.
+
+    Args:
+        model: the network.
+        example: an input.
+        timing: batch size, threads, layout; see `Timing`.
+        coverage: what `find_layers` gave, if that is known.
+        progress: called with a name, how many are done, and how many there are.
+        options: `cache=` the folder to keep measurements in ($RANKWISE_CACHE or ~/.cache/rankwise unless given);
+            `seconds=` to spend on pairs, about; `fuse=`. See `MeasureOptions`.
+
+    Returns:
+        `Times`, for `table.times`.
+
+    >>> import tempfile, torch, rankwise as rw
+    >>> from torch import nn
+    >>> model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(8, 64)
+    >>> table = rw.build_table(model, x, slices=1)
+    >>> table.times = rw.measure_times(model, x, rw.Timing(threads=1), cache=tempfile.mkdtemp(), seconds=0.2)
+    >>> table.times.total > 0
+    True
     """
     unknown = sorted(set(options) - set(MeasureOptions.__annotations__))
     if unknown:
