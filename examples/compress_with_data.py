@@ -31,7 +31,7 @@ def main(out: Path, epochs: int = 8) -> dict[str, float]:
     # A loader as it is used for training. Labels are dropped, and the plan says so.
     loader = DataLoader(TensorDataset(x[:512], y[:512]), batch_size=64)
     small, plan = rw.compress(model, x[:1], keep=0.3, data=loader)
-    print(f"{plan.after.params:,} of {plan.before.params:,} parameters, decided on {plan.inputs} inputs")
+    print(plan.summary())
     for sentence in plan.warnings:
         print("note:", sentence)
 

@@ -71,7 +71,9 @@ def apply_plan_(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | N
     """Replace every chosen layer by its pair, in place. Checked first: a plan that does not fit changes nothing.
 
     Args:
-        model, plan, moments: as for `apply_plan`.
+        model: the network, which is changed.
+        plan: as for `apply_plan`.
+        moments: as for `apply_plan`.
 
     Returns:
         Nothing: the model itself is smaller.
