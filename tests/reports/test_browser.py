@@ -376,6 +376,9 @@ def test_time_is_a_chart_where_it_was_measured(browser: Any, reader: Reader, tmp
     html.write_report(write(tmp_path / "r", [*rows, row("svd")]), tmp_path / "report.html")
     timed = Reader(browser, tmp_path / "report.html")
     assert timed.page.locator("#figure-latency").is_visible()
+    tops = timed.page.evaluate("[...document.querySelectorAll('figure')].map((figure) => figure.offsetTop)")
+    assert len(tops) == 3
+    assert len(set(tops)) == 1, "no hole beside the third chart"
     x = timed.page.evaluate("document.getElementById('chart-latency').data[0].x")
     assert sorted(x) == [pytest.approx(30), pytest.approx(50)]
     assert len(saved(timed.page, timed.page.locator("#figure-latency .csv"))) == 1 + 2
@@ -565,6 +568,7 @@ def test_the_report_of_one_compression(browser: Any, results: Path, tmp_path: Pa
             page.locator("#download").click()
         assert json.loads(Path(waiting.value.path()).read_text()) == body
         assert page.locator("section h2 a").count() == 6
+        assert f"--weights '{EVIL}'".replace("'hacked'", "'\\''hacked'\\''") in reader.text("#commands dd:last-child")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.locator("img").count() == 0
         reader.close_and_check()
@@ -574,4 +578,5 @@ def test_the_report_of_one_compression(browser: Any, results: Path, tmp_path: Pa
     assert not reader.page.locator("#predicted, #tried").first.is_visible()
     reader.page.locator(".layer-name").first.click()
     assert "no spectra" in reader.text(".spectrum")
+    assert "rankwise compress digits-cnn --weights FILE --plan plan.json" in reader.text("#commands")
     reader.close_and_check()

@@ -99,6 +99,7 @@ def test_compress_writes_it_unless_told_otherwise(tmp_path: Path, capsys: pytest
     assert content["time"] == said["time"]
     assert content["bytes"]["after"] == (tmp_path / "a" / "model.safetensors").stat().st_size
     assert content["about"]["data"] == "digits"
+    assert content["about"]["weights"] == str(net)
     assert main([*base, "--no-report", "--out", str(tmp_path / "b")]) == 0
     assert json.loads(capsys.readouterr().out)["report"] is None
     assert not (tmp_path / "b" / "report.html").exists()

@@ -181,7 +181,7 @@ def compress(
     if random:
         show.warn(random)
     found = done.to_json()
-    page, said = single_report(found, network, data, split, weights) if report else (None, "")
+    page, said = single_report(found, network, model, data, split, weights) if report else (None, "")
     if as_json:
         show.print_json({**found, "report": page, **({"random_weights": True} if random else {})})
     else:

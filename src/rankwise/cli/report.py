@@ -49,7 +49,7 @@ def report(
 
 
 def single_report(
-    found: dict[str, Any], model: nn.Module, data: str | None, split: str, weights: Path | None
+    found: dict[str, Any], network: nn.Module, model: str, data: str | None, split: str, weights: Path | None
 ) -> tuple[str | None, str]:
     """The page about one compression, in the folder that it wrote, and a sentence about it.
 
@@ -63,10 +63,10 @@ def single_report(
     if find_spec("plotly") is None:
         return None, "no report: pip install 'rankwise[report]' for a page about every layer (--no-report for silence)"
     out = Path(found["out"]) / "report.html"
-    about = About(data, split, None if weights is None else str(weights), _typed())
+    about = About(data, split, None if weights is None else str(weights), _typed(), model)
     try:
         with show.progress("report") as progress:
-            write_report(out, found, model, about, progress)
+            write_report(out, found, network, about, progress)
     except RankwiseError as err:
         return None, f"no report: {err}"
     return str(out), f"report: open {out} in a browser"

@@ -34,12 +34,16 @@ WORK = 5e10  # multiply-adds for spectra: a few seconds; what is beyond is left 
 
 @dataclass(frozen=True)
 class About:
-    """What the numbers of a compression do not say themselves. `split` and `data` are what it was scored on."""
+    """What the numbers of a compression do not say themselves. `split` and `data` are what it was scored on.
+
+    `model` is the network as it was named, a folder perhaps, and `weights` the file that was given beside it.
+    """
 
     data: str | None = None
     split: str = "test"
     weights: str | None = None
     command: str | None = None
+    model: str | None = None
 
 
 def write_report(

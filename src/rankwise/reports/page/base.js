@@ -26,7 +26,7 @@ function number(value, digits = 0) {
   if (!formats.has(digits)) {
     formats.set(digits, new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
   }
-  return formats.get(digits).format(value).replace("-", "−");
+  return formats.get(digits).format(value).replace(/^-(?=[0.]*$)/, "").replace("-", "−");
 }
 const signed = (value, digits = 2) => (value > 0 ? "+" : "") + number(value, digits);
 const percent = (value, digits = 1) => (value === null || value === undefined ? "–" : `${number(value, digits)} %`);

@@ -182,6 +182,7 @@ function drawCharts() {
   lighted = null;
   options($("floor"), FLOORS, floor);
   $("figure-latency").hidden = !drawnUnits().includes("latency");
+  $("figure-latency").parentElement.classList.toggle("three", drawnUnits().length > 2);
   for (const unit of drawnUnits()) {
     const range = floor ? { range: [base - 1.04 * floor, base + 0.15 * floor] } : {};
     const title = state.vertical === "score" ? DATA.metrics[panel().metric] : `change in ${METRIC[panel().metric]} (points)`;

@@ -96,7 +96,9 @@ function drawTrials() {
 
 function drawCommands() {
   const folder = DATA.about.folder;
-  const weights = DATA.about.weights ? ` --weights ${quoted(DATA.about.weights)}` : "";
+  // A name alone would build random weights: so the network as it was named, or a place for its weights.
+  const model = quoted(DATA.about.model ?? (PLAN.model || "MODEL"));
+  const weights = DATA.about.weights ? ` --weights ${quoted(DATA.about.weights)}` : DATA.about.model ? "" : " --weights FILE";
   const data = PLAN.search?.inputs === "calibration" && DATA.about.data ? ` --data ${quoted(DATA.about.data)}` : "";
   const lines = folder
     ? [
@@ -106,7 +108,7 @@ function drawCommands() {
         ["Train it further", `rankwise retrain ${quoted(folder)} --data ${DATA.about.data ? quoted(DATA.about.data) : "D"} --out retrained/`],
       ]
     : [];
-  lines.push(["Build this plan again", `rankwise compress ${quoted(PLAN.model || "MODEL")}${weights} --plan plan.json${data} --out again/`]);
+  lines.push(["Build this plan again", `rankwise compress ${model}${weights} --plan ${folder ? quoted(`${folder}/plan.json`) : "plan.json"}${data} --out again/`]);
   $("commands").replaceChildren(el("dl", { class: "facts-list" }, ...lines.flatMap(([title, text]) => [el("dt", {}, title), el("dd", {}, el("code", {}, text))])));
 }
 
