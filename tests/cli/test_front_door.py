@@ -352,7 +352,7 @@ def test_tables_fit_80_columns_and_reasons_are_told_once(capsys: Capture) -> Non
 
 METRIC = """
 import torch
-from mine import ADDED
+from neighbour_of_score import ADDED
 
 def error(network):
     x = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
@@ -365,12 +365,13 @@ def text(network):
 
 
 def test_max_drop_with_a_metric_of_ones_own(capsys: Capture, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "neighbour_of_score.py").write_text(
         "import torch\nfrom torch import nn\nADDED = 5.0\ndef net():\n    torch.manual_seed(0)\n"
         "    return nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 20))\n"
     )
     (tmp_path / "score.py").write_text(METRIC)
-    common = ["compress", f"{tmp_path / 'mine.py'}:net", "--method", "svd", "--out", tmp_path / "o", "--json"]
+    common = ["compress", f"{tmp_path / 'neighbour_of_score.py'}:net", "--method", "svd", "--out", tmp_path / "o"]
+    common.append("--json")
     limit = ["--max-drop", 0.02, "--metric", f"{tmp_path / 'score.py'}:error"]
     status, out, err = run(capsys, *common, *limit)
     assert status == 0, err

@@ -415,15 +415,17 @@ def test_command_line(
 
 def test_command_line_for_people_and_replay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The printed plan names what was chosen, and plan.json of both kinds can be replayed."""
+    weights = tmp_path / "w.safetensors"
+    save_file({k: v.numpy() for k, v in rw.networks.build("digits-cnn").state_dict().items()}, weights)
     for method in ("messi", "tucker2"):
         first, second = tmp_path / f"{method}1", tmp_path / f"{method}2"
         status, out, _ = run(
-            capsys, "compress", "digits-cnn", "--random-weights", "--method", method, "--keep", 0.5, "--out", first
+            capsys, "compress", "digits-cnn", "--weights", weights, "--method", method, "--keep", 0.5, "--out", first
         )
         assert status == 0
         assert method in out
         status, _, err = run(
-            capsys, "compress", "digits-cnn", "--random-weights", "--plan", first / "plan.json", "--out", second
+            capsys, "compress", "digits-cnn", "--weights", weights, "--plan", first / "plan.json", "--out", second
         )
         assert status == 0, err
         assert (second / "plan.json").read_text() == (first / "plan.json").read_text()

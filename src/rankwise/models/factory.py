@@ -11,7 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -56,12 +56,17 @@ def load_function(text: str) -> Callable[..., Any]:
     path = Path(file).resolve()
     if not path.is_file():
         raise RankwiseError(f"there is no file {file}: give an existing one as FILE.py:FUNCTION")
-    sys.path.append(str(path.parent))  # for as long as the process runs: a metric imports where it is called
-    module = _import_file(path, Spec(text, "file", text, {}))
+    with _importable(path.parent):
+        module = _import_file(path, Spec(text, "file", text, {}))
     function = getattr(module, name, None)
     if not callable(function):
         raise RankwiseError(f"{file} has no function {name!r}: {near(name, _functions(module))}")
-    return cast(Callable[..., Any], function)
+
+    def called(*args: Any) -> Any:
+        with _importable(path.parent):  # it may import its neighbours where it is called
+            return function(*args)
+
+    return called
 
 
 def _functions(module: ModuleType) -> list[str]:
