@@ -305,6 +305,11 @@ def test_the_command_line_advises_flags(capsys: Capture, tmp_path: Path) -> None
         said = refused(capsys, command[0], tmp_path / "o", *command[1:])
         assert f"--base {spec}" in said
         assert "build(" not in said
+        assert "Python" not in said
+    pca = ["compress", "digits-cnn", "--random-weights", "--keep", 0.5, "--method", "pca", "--dry-run"]
+    assert refused(capsys, *pca).endswith("give --data\n")
+    ft = ["compress", "digits-cnn", "--random-weights", "--budget", "latency=0.5", "--method", "ft", "--dry-run"]
+    assert "Python" not in refused(capsys, *ft)
 
 
 # ---- in the way ------------------------------------------------------------------------------------------
