@@ -7,6 +7,7 @@ import sys
 import typer
 
 from rankwise.cli.commands import COMMANDS, app_for
+from rankwise.cli.wording import in_flags
 from rankwise.errors import Interrupted, RankwiseError
 from rankwise.version import __version__
 
@@ -25,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except (RankwiseError, USAGE) as err:
         sentence = err.format_message() if hasattr(err, "format_message") else str(err)
-        print(f"rankwise: {' '.join(sentence.split())}", file=sys.stderr)
+        print(f"rankwise: {in_flags(sentence)}", file=sys.stderr)
         return 2
     except (typer.Abort, KeyboardInterrupt, Interrupted) as err:
         print(f"rankwise: {str(err) or 'interrupted'}", file=sys.stderr)

@@ -111,6 +111,17 @@ def test_the_hash_is_that_of_every_number_and_of_no_counter() -> None:
     assert weights_hash(model) != first
 
 
+def test_odd_tensors_do_not_stop_the_hash() -> None:
+    from rankwise.surgery.trained import check_weights, weights_hash
+
+    model = nn.Sequential(nn.Linear(4, 4).to(torch.bfloat16), nn.Linear(4, 4), nn.LazyLinear(3), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+    model[3].to("meta")
+    model.register_buffer("number", torch.tensor(1.0))
+    assert weights_hash(model) == weights_hash(model)
+    check_weights(model, rw.find_layers(model))
+
+
 # ---- 2: before the work ----------------------------------------------------------------------------------
 
 
@@ -305,6 +316,11 @@ def test_the_command_line_advises_flags(capsys: Capture, tmp_path: Path) -> None
         said = refused(capsys, command[0], tmp_path / "o", *command[1:])
         assert f"--base {spec}" in said
         assert "build(" not in said
+        assert "Python" not in said
+    pca = ["compress", "digits-cnn", "--random-weights", "--keep", 0.5, "--method", "pca", "--dry-run"]
+    assert refused(capsys, *pca).endswith("give --data\n")
+    ft = ["compress", "digits-cnn", "--random-weights", "--budget", "latency=0.5", "--method", "ft", "--dry-run"]
+    assert "Python" not in refused(capsys, *ft)
 
 
 # ---- in the way ------------------------------------------------------------------------------------------
@@ -335,6 +351,24 @@ def test_progress_is_a_line_every_few_seconds_without_a_terminal(
     lines = capsys.readouterr().err.splitlines()
     assert any(line.startswith("inner conv1 3/20, ") for line in lines)
     assert lines[-1].startswith("outer, ")
+
+
+def test_a_study_says_what_it_does_from_the_first_second(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("filelock")
+    said: list[str] = []
+
+    def run_study(*_: Any) -> None:
+        said.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankwise.cli.study.runner.run_study", run_study)
+    study = Path(__file__).resolve().parents[2] / "studies" / "smoke.toml"
+    status, _, err = run(capsys, "run", study, "--out", tmp_path / "o")
+    assert "smoke: 120 cells, 120 to run" in said[0]
+    assert status == 130
+    assert "the same command goes on" in err
 
 
 def test_tables_fit_80_columns_and_reasons_are_told_once(capsys: Capture) -> None:

@@ -96,7 +96,7 @@ def retrain(
 
     The learning rate starts where the recipe has it at that time (rewinding).
     """
-    chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_fields(changes))
+    chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_fields(changes, "retrain"))
     if out.resolve() == folder.resolve():
         raise RankwiseError(f"--out {out} is the folder that is retrained: give another one, so that both remain")
     with _watched(chosen, out, tensorboard, as_json) as watch:
@@ -153,10 +153,10 @@ def _watched(recipe: Recipe, out: Path, tensorboard: bool, as_json: bool) -> Ite
             raise KeyboardInterrupt(f"interrupted; add --resume to go on with {out} where it stands") from None
 
 
-def read_fields(changes: list[str] | None) -> dict[str, Any]:
+def read_fields(changes: list[str] | None, needed: str = "epochs") -> dict[str, Any]:
     """What --set says; a training of no epochs would only copy weights, and look like one."""
     found = read_changes(changes or ())
-    for name in ("epochs", "retrain"):
+    for name in dict.fromkeys(("epochs", needed)):
         if found.get(name) == 0:
             raise RankwiseError(f"--set {name}=0 was given, which trains nothing: give 1 or more")
     return found

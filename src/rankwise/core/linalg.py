@@ -82,7 +82,7 @@ def check_finite(weight: Tensor, name: str) -> None:
         bad = int((~torch.isfinite(weight)).sum())
         raise RankwiseError(
             f"layer {name!r} has {bad} weights that are NaN or infinite: mend the checkpoint, or leave the "
-            f"layer alone (exclude={name!r}, on the command line --exclude {name})"
+            f"layer alone with --exclude {name} (in Python: exclude={name!r})"
         )
     if weight.numel() and float(weight.abs().max()) > LARGEST:
         raise RankwiseError(f"layer {name!r} has weights above {LARGEST:g}, whose squares overflow: rescale them")

@@ -23,6 +23,8 @@ def weights_hash(model: nn.Module) -> str:
         if not isinstance(value, Tensor) or is_lazy(value) or not value.is_floating_point() or value.is_meta:
             continue
         digest.update(f"{name}\0{tuple(value.shape)}\0{value.dtype}\0".encode())
+        if type(value) is not Tensor or value.layout is not torch.strided:
+            continue  # sparse, or quantised by somebody: such layers stay as they are
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -32,6 +34,7 @@ def check_weights(model: nn.Module, coverage: Coverage) -> None:
     excluded = {skipped.name for skipped in coverage.skipped if skipped.reason == EXCLUDED}
     for name, value in model.named_parameters():
         layer = name.rpartition(".")[0]
-        known = value.is_floating_point() and value.layout is torch.strided and not value.is_meta
+        plain = type(value) is nn.Parameter and value.layout is torch.strided
+        known = plain and value.is_floating_point() and not value.is_meta
         if known and not is_lazy(value) and layer not in excluded:
             check_finite(value, layer)
