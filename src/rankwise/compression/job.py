@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack, cast
 
-import torch
 from torch import nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
@@ -20,27 +19,33 @@ from rankwise.calibration.inputs import NOISE, find_inputs
 from rankwise.calibration.output_metric import influences
 from rankwise.calibration.synthetic import NoInputs
 from rankwise.compression.basis import ALONE, Basis, Ground, Observations, Tables, Watch, by_weights, failed, make_basis
-from rankwise.compression.request import Request
+from rankwise.compression.request import CompressOptions, Request
 from rankwise.core.layer import Coverage
 from rankwise.core.linalg import computing_on
+from rankwise.data.loaders import notes_of
 from rankwise.decompositions import METRIC, OUTPUTS, of
 from rankwise.errors import RankwiseError
 from rankwise.methods import calibration, needs_budget, settings_for
-from rankwise.planning.budget import Budget
+from rankwise.planning.budget import Budget, check_sizes
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings
-from rankwise.planning.table import Progress
-from rankwise.planning.units import UNITS
+from rankwise.planning.units import MACS, PARAMS, UNITS
 from rankwise.pruning.filters import Filters, plan_filters
 from rankwise.surgery.coverage import COMPRESSED, find_layers
 from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_
-from rankwise.surgery.replace import follow
+from rankwise.surgery.narrow import check_entry
+from rankwise.surgery.replace import follow, match_layers
+from rankwise.surgery.trained import check_weights, weights_hash
 from rankwise.timing.clock import Timing
 from rankwise.timing.cost_model import measure_times
 from rankwise.timing.rank_multiple import best_multiple
 from rankwise.timing.tune import settle
+
+OTHER_WEIGHTS = (
+    "the plan was made for other weights than this network has: its ranks and errors are those of the others"
+)
 
 
 class Compression:
@@ -69,6 +74,7 @@ class Compression:
         self.model, self.example, self.request = model, example, request or Request()
         self.name = self.request.name or type(model).__name__
         self._data, self._watch, self._tables, self._coverage = data, watch, tables, coverage
+        self._read: object = None  # the data, where it can be read once only
         self._bases: dict[tuple[bool, bool], Basis] = {}
 
     # ---- what no budget changes
@@ -93,8 +99,9 @@ class Compression:
         """The network and what is known about it before anything is planned."""
         data: Data | None = None
         if self.request.looks_at_data:
-            data = calibration(self._data, self.example, self.request.calibrate)
+            data = calibration(self._data, self.model, self.example, self.request.input, self.request.calibrate)
         if isinstance(data, Iterator) and self.request.recovers:
+            self._read = data
             data = list(data)  # distilled on what was looked at before
         return Ground(self.model, self.example, self.coverage, data, self._watch, self._tables)
 
@@ -143,12 +150,12 @@ class Compression:
         taken = [s.name for s in self.coverage.skipped if s.reason == COMPRESSED]
         if taken:
             raise RankwiseError(
-                f"the model is already compressed (layer {taken[0]!r}, for one): densify it first, or compress the "
-                f"original again"
+                f"the model is already compressed (layer {taken[0]!r}, for one): compress the original again, with a "
+                f"smaller budget (in Python rankwise.densify multiplies pairs out)"
             )
         if not self.coverage.layers and not isinstance(self.settings, Filters):
             raise RankwiseError(
-                "the model has no layer that can be decomposed: rankwise.find_layers, or rankwise inspect, says why"
+                "the model has no layer that can be decomposed: rankwise inspect says why (in Python: find_layers)"
             )
 
     def fuses(self, budget: Budget | None) -> bool:
@@ -159,6 +166,20 @@ class Compression:
             return bool(self.request.plan.fused)
         return budget is not None and budget.timed
 
+    @cached_property
+    def weights(self) -> str:
+        """Which weights the network has; a plan that is made for them says so."""
+        return weights_hash(self.model)
+
+    def _check_plan(self, plan: Plan) -> Plan:
+        """A plan from a file must fit the network; made for other weights, it says so."""
+        match_layers(self.model, plan, self._coverage)
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for entry in plan.pruned:
+            check_entry(modules.get(entry.name), entry)
+        check_weights(self.model, self.coverage)
+        return plan.warned(OTHER_WEIGHTS) if plan.weights not in ("", self.weights) else plan
+
     # ---- from a budget to a network
 
     def plan(self, budget: Budget | None) -> Plan:
@@ -167,10 +188,18 @@ class Compression:
         Decompositions that read their ranks from the weights can do without a budget, and so can a plan that is made.
         """
         if self.request.plan is not None:
-            return self.request.plan
+            return self._replayed
         self.check()
+        check_sizes(budget, self.coverage)
+        check_weights(self.model, self.coverage)
         with computing_on(self.request.device):
-            return self._plan(budget)
+            plan = replace(self._plan(budget), weights=self.weights)
+        return plan.warned(*notes_of(self._read or self.ground.data))
+
+    @cached_property
+    def _replayed(self) -> Plan:
+        assert self.request.plan is not None, "there is a plan to follow"
+        return self._check_plan(self.request.plan)
 
     def _plan(self, budget: Budget | None) -> Plan:
         if isinstance(self.settings, Filters):
@@ -221,7 +250,7 @@ class Compression:
         assert isinstance(self.settings, Settings), "auto decomposes"
         times = self.basis(budget).times
         plain = by_weights(self.ground, self.settings, times, f"{failed(err)}: {ALONE}")
-        plan = plain.plan(budget, self.request.method, self.name)
+        plan = replace(plain.plan(budget, self.request.method, self.name), weights=self.weights)
         return follow(self.model, plan, plain.seen.moments, self._known), plan
 
     def recover_(self, small: nn.Module, plan: Plan) -> None:
@@ -255,37 +284,60 @@ class Compression:
         return self.finish(small, plan)
 
 
+def split_options(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Take budgets, data and progress, and what a `Request` holds out of keywords; changes of settings are left."""
+    units = {unit: given.pop(unit) for unit in UNITS if unit in given}  # latency, and what else the registry has
+    kept = {key: given.pop(key, None) for key in ("data", "progress")}
+    asked: dict[str, Any] = {
+        key: given.pop(key) for key in ("recover", "fuse", "timing", "name", "device", "input") if key in given
+    }
+    exclude = given.pop("exclude", None) or ()
+    asked["exclude"] = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    return units, kept, asked
+
+
 def compress(
     model: nn.Module,
     example: Example | None = None,
     method: str = "auto",
     keep: float | None = None,
     macs: float | None = None,
-    exclude: Iterable[str] | str = (),
-    progress: Progress | None = None,
-    data: Data | str | None = None,
-    recover: int | str = 0,
-    latency: float | None = None,
-    timing: Timing | None = None,
-    fuse: bool | None = None,
-    name: str = "",
-    device: str | torch.device | None = None,
-    **changes: Any,
+    **options: Unpack[CompressOptions],
 ) -> tuple[nn.Module, Plan]:
     """The whole job: a smaller copy of the model, and the plan it follows.
 
-    `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input, `latency` for the measured time of the example (see `Timing`); only
-    tucker2 can do without any. `data`, any iterable of inputs without labels or a specification such as "digits", is
-    for methods that look at activations, and for `recover`: so many steps of distillation from the original network at
-    the end, or as many as fit into "90s". `fuse` folds batch norms into the layers before them, for inference; a budget
-    in latency does so unless `fuse` is False. `name` is what the plan calls the network: its class, unless given.
-    `device` is where the decompositions are computed, in float64: the CPU unless given, or "network" for wherever the
-    weights are.
+    Args:
+        model: any network; it is left as it is.
+        example: an input: a tensor, a tuple of arguments or a dict of keyword arguments. Budgets in macs and latency
+            need one, and `auto` makes synthetic images of its size where there is no data.
+        method: a name of `rankwise.METHODS`.
+        keep: the fraction of all parameters that may remain, or their number.
+        macs: the same for multiply-adds. `latency=` is the same for the measured time; only tucker2 can do without any.
+        options: `data=` inputs without labels (a DataLoader, a list of batches, a name such as "digits") for methods
+            that look at activations; `recover=` so many steps of distillation from the original at the end, or "90s";
+            `exclude=` layers to leave alone; `fuse=` folds batch norms, which a budget in latency does unless it is
+            False; `device=` where decompositions are computed; all others are settings of the method. See
+            `CompressOptions`, and `SettingChanges` for settings.
+
+    Returns:
+        The smaller network, of plain modules, and its plan.
+
+    >>> import torch, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> small, plan = rw.compress(model, x, method="svd", keep=0.6)
+    >>> plan.keep() <= 0.6, small(x).shape == model(x).shape
+    (True, True)
     """
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude or ())
-    units = {unit: changes.pop(unit) for unit in UNITS if unit in changes}  # further units of the registry
-    request = Request(method, changes, exclude, recover, fuse, timing, name, device=device)
-    job = Compression(model, example, request, data, None if progress is None else lambda _: nullcontext(progress))
-    asked = any(part is not None for part in (keep, macs, latency, *units.values())) or needs_budget(job.settings)
-    return job.run(Budget(params=keep, macs=macs, latency=latency, **units) if asked else None)
+    given = cast(dict[str, Any], dict(options))
+    units, kept, asked = split_options(given)
+    progress, request = kept["progress"], Request(method, given, **asked)
+    sizes = {PARAMS.name: keep, MACS.name: macs, **units}
+    budget = Budget(**sizes) if any(value is not None for value in sizes.values()) else None
+    job = Compression(
+        model, example, request, kept["data"], None if progress is None else lambda _: nullcontext(progress)
+    )
+    if budget is None and needs_budget(job.settings):
+        budget = Budget()  # which says what it needs
+    return job.run(budget)

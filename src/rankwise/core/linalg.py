@@ -89,7 +89,7 @@ def check_finite(weight: Tensor, name: str) -> None:
         bad = int((~torch.isfinite(weight)).sum())
         raise RankwiseError(
             f"layer {name!r} has {bad} weights that are NaN or infinite: mend the checkpoint, or leave the "
-            f"layer alone with exclude=[{name!r}]"
+            f"layer alone with --exclude {name} (in Python: exclude={name!r})"
         )
     if weight.numel() and float(weight.abs().max()) > LARGEST:
         raise RankwiseError(f"layer {name!r} has weights above {LARGEST:g}, whose squares overflow: rescale them")
