@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rankwise.compression import Compression, Request
-from rankwise.compression.job import split_options
+from rankwise.compression.one_call import split_options
 from rankwise.compression.request import CompressOptions
 from rankwise.data.splits import Split
 from rankwise.data.splits import load as load_data
