@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.core.disk import flush_file, make_folder, rename
 from rankwise.errors import RankwiseError, need
 from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.timing.clock import Timing, inputs_for
@@ -33,11 +33,12 @@ def export(model: nn.Module, example: Example, path: str | Path, to: str = "onnx
     path = Path(path)
     part = path.parent / f"{path.stem}.part{path.suffix or Path(TARGETS[to]).suffix}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with undisturbed(model), _quiet():
             batches, why = _write(model, example, part, to)
             worst = max(_compare(model, example, part, to, batch) for batch in batches)
-        os.replace(part, path)
+        flush_file(part)
+        rename(part, path)
     except OSError as err:
         raise RankwiseError(f"{path} could not be written ({err.strerror or err}): check the folder") from None
     finally:

@@ -68,7 +68,7 @@ def commit() -> str | None:
 
 def write_row(path: Path, row: dict[str, Any]) -> None:
     """Numbers that are none (a loss that diverged) become null: JSON has no other word for them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(path.parent)
     text = json.dumps(_finite(row), indent=1, ensure_ascii=False, allow_nan=False)
     files.write_whole(path, (text + "\n").encode())
 
