@@ -80,8 +80,10 @@ def rename(part: Path, path: Path) -> None:
 
 def remove(path: Path) -> None:
     """A file that nobody needs any more. One that stays does no harm."""
-    with suppress(OSError, ValueError):
-        path.unlink(missing_ok=True)
+    for _ in range(2):
+        with suppress(OSError, ValueError, MemoryError):
+            path.unlink(missing_ok=True)
+            return
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -114,7 +116,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
             for path, part in parts.items():
                 _replace(part, path, tries=2 if renamed else 1)
                 renamed.append(path)
-                flush_folder(path.parent)
+                _flush_again(path.parent)
     except (OSError, ValueError, MemoryError) as err:
         raise RankwiseError(f"{path} could not be written ({why(err)}): check the folder and the space left") from None
 
@@ -123,6 +125,14 @@ def _discard(part: Path, renamed: list[Path]) -> None:
     """Nothing was renamed, so nobody needs it."""
     if not renamed:
         remove(part)
+
+
+def _flush_again(folder: Path) -> None:
+    """Between two renames a second attempt is worth it: without it the rest stays under .part."""
+    try:
+        flush_folder(folder)
+    except (OSError, MemoryError):
+        flush_folder(folder)
 
 
 def _replace(part: Path, path: Path, tries: int) -> None:
@@ -199,18 +209,29 @@ def _open_alone(path: Path) -> int:
             continue
         try:
             _lock(file)
-            here, there = os.fstat(file), _stat(path)
-            same = there is not None and (here.st_ino, here.st_dev) == (there.st_ino, there.st_dev)
-            if same and here.st_nlink == 1 and stat.S_ISREG(here.st_mode):
-                os.ftruncate(file, 0)
+            if _emptied(file, path):
                 return file
-            if same:
-                os.unlink(path)  # another name of somebody's file
         except BaseException:
             os.close(file)
             raise
         os.close(file)
     raise OSError(errno.EBUSY, "others write it all the time")
+
+
+def _emptied(file: int, path: Path) -> bool:
+    """Whether `file`, which is locked, still lies at `path`, under no other name; then it is empty now."""
+    here, there = os.fstat(file), _stat(path)
+    if there is None or (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev):
+        return False
+    try:
+        if here.st_nlink == 1 and stat.S_ISREG(here.st_mode):
+            os.ftruncate(file, 0)
+            return True
+        os.unlink(path)  # another name of somebody's file
+        return False
+    except BaseException:
+        remove(path)
+        raise
 
 
 def _stat(path: Path) -> os.stat_result | None:

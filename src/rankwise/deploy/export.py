@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def _write(model: nn.Module, example: Example, path: Path, to: str) -> tuple[lis
     try:
         write(model, *_inputs(model, example, first), path, True)
         return [first, first + 1], None
-    except RankwiseError:
+    except (RankwiseError, OSError, MemoryError):  # another batch size would help nothing
         raise
     except Exception as err:
         try:
@@ -69,7 +69,10 @@ def _write(model: nn.Module, example: Example, path: Path, to: str) -> tuple[lis
 
 
 def _write_exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, dynamic: bool) -> None:
-    torch.export.save(_program(model, args, kwargs, dynamic), path)
+    # Through memory: where the disk is full, torch ends the process instead of raising.
+    content = BytesIO()
+    torch.export.save(_program(model, args, kwargs, dynamic), content)
+    path.write_bytes(content.getbuffer())
 
 
 def _write_onnx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, dynamic: bool) -> None:
