@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def typed(value: object, kind: type, where: str) -> Any:
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise RankwiseError(f"{where} must be {_NAMES.get(kind, kind.__name__)}, and it is {_name_of(value)}")
+    if kind is float and isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise RankwiseError(f"{where} is a whole number of {value.bit_length():,} bits: give a smaller one")
     return value
 
 
@@ -80,7 +83,7 @@ def strict(data: dict[str, Any], known: Iterable[str], where: str) -> None:
     known = set(known)
     unknown = sorted(set(data) - known)
     if unknown:
-        raise RankwiseError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        raise RankwiseError(f"{where} has the unknown key {_name_of(unknown[0])}; known are {', '.join(sorted(known))}")
 
 
 def whole_numbers(value: object, where: str) -> tuple[int, ...]:

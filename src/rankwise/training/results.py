@@ -29,7 +29,8 @@ _MEASURED: dict[str, type] = {
 _PERHAPS: dict[str, type] = {
     **dict.fromkeys(("dataset", "split", "unit", "plan", "spectra"), str),
     "CR-F": float,
-    "retrained": dict,
+    **dict.fromkeys(("repeat", "seed", "round"), int),
+    **dict.fromkeys(("retrained", "settings", "seconds", "provenance"), dict),
 }
 _NUMBERS = {
     "keep": ("params", "macs"),
@@ -129,8 +130,10 @@ def _read_row(path: Path) -> dict[str, Any] | None:
         if row.get(key) is not None:
             files.typed(row[key], kind, f"{key!r} of {where}")
     for key, names in _NUMBERS.items():
-        body = row.get(key) or {}
+        body = files.typed(row.get(key) or {}, dict, f"{key!r} of {where}")
         for name in names:
             if body.get(name) is not None:
                 files.typed(body[name], float, f"{name!r} in {key!r} of {where}")
-    return row
+    if status == "done":
+        files.field(row["retrain"], "share", float, f"'retrain' of {where}")
+    return {"unit": "params", **row}
