@@ -173,6 +173,7 @@ def hungry(cell: Any, out: str) -> None:
     cells.run_cell(cell, out)
 
 
+@pytest.mark.trust
 @pytest.mark.parametrize("kind", ["pool", "ray"])
 def test_a_killed_worker_leaves_every_row_or_a_row_that_says_why(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

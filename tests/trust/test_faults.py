@@ -14,10 +14,10 @@ pytest.importorskip("accelerate")
 @pytest.mark.parametrize(
     ("command", "once", "lasting", "stride"),
     [
-        (faults.COMPRESS, ("EIO", "MemoryError"), ("ENOSPC",), 2),
-        (faults.TRAIN, ("ENOSPC",), (), 4),
-        (faults.RETRAIN, ("EIO",), (), 6),
-        (faults.RUN, ("EACCES",), (), 23),
+        (faults.COMPRESS, ("EIO", "MemoryError"), ("ENOSPC",), 3),
+        (faults.TRAIN, ("ENOSPC",), (), 7),
+        (faults.RETRAIN, ("EIO",), (), 11),
+        (faults.RUN, ("EACCES",), (), 41),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -27,7 +27,7 @@ def test_what_fails_is_one_sentence_and_loses_nothing(
     with faults.shortened():
         found = faults.explore(command, once, lasting, stride)
     assert not found.violations
-    assert found.failures >= 5
+    assert found.failures >= 3
 
 
 def test_a_full_disk_does_not_end_the_process_of_an_export() -> None:

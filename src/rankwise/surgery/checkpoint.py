@@ -29,6 +29,7 @@ from rankwise.surgery.narrow import narrowed
 from rankwise.surgery.pairs import decision_of
 from rankwise.surgery.replace import copy_model, need_module, replace_layers_
 
+_TRIES = 5
 PLAN, WEIGHTS = "plan.json", "model.safetensors"
 
 
@@ -83,7 +84,15 @@ def read_plan(folder: str | Path) -> Plan:
     """The plan of a folder that `save` wrote."""
     if not Path(folder).is_dir():
         raise RankwiseError(f"{folder} is not a folder: give one that rankwise.save or rankwise compress wrote")
-    return _waiting_plan(Path(folder)) or Plan.load(Path(folder) / PLAN)
+    return _plan_and_text(Path(folder))[0]
+
+
+def _plan_and_text(folder: Path) -> tuple[Plan, bytes]:
+    waiting = _waiting_plan(folder)
+    if waiting is not None:
+        return waiting
+    text = files.read(folder / PLAN)
+    return Plan.loads(text, str(folder / PLAN)), text
 
 
 def is_compressed(folder: str | Path) -> bool:
@@ -91,7 +100,7 @@ def is_compressed(folder: str | Path) -> bool:
     return (Path(folder) / PLAN).is_file() or _waiting_plan(Path(folder)) is not None
 
 
-def _waiting_plan(folder: Path) -> Plan | None:
+def _waiting_plan(folder: Path) -> tuple[Plan, bytes] | None:
     """The plan that the weights name, where `save` was killed after it gave the weights their name and before the plan.
 
     It is whole then, and the plan under its own name is the older one.
@@ -102,19 +111,18 @@ def _waiting_plan(folder: Path) -> Plan | None:
     try:
         text = files.read(part)
         plan = Plan.loads(text, str(part))
-        return plan if _belong(plan, text, _header(folder / WEIGHTS)) else None
+        return (plan, text) if _belong(plan, text, _header(folder / WEIGHTS)) else None
     except RankwiseError:
         return None  # left by somebody who was killed earlier: the folder is as it was before
 
 
 def _read_both(folder: Path) -> tuple[Plan, dict[str, Tensor], dict[str, Any]]:
-    """Plan, tensors and header that belong together. Twice, in case somebody saves at the same moment."""
-    for _ in range(2):
-        plan = read_plan(folder)
+    """Plan, tensors and header that belong together. Again, in case somebody saves at the same moment."""
+    read_plan(folder)  # says what is wrong with the folder
+    for _ in range(_TRIES):
+        plan, text = _plan_and_text(folder)
         tensors, header = _read(folder / WEIGHTS)
-        part = part_of(folder / PLAN)
-        texts = [files.read(path) for path in (folder / PLAN, part) if path.is_file()]
-        if any(_belong(plan, text, header) for text in texts):
+        if _belong(plan, text, header):
             return plan, tensors, header
     raise RankwiseError(
         f"{folder / WEIGHTS} and plan.json beside it do not belong together: one of them was changed; "
