@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint bench docs
+.PHONY: demo test lint bench docs trust
 
 # torch comes first and pinned: with a range, pip would choose the newest build and several GB of CUDA.
 $(BIN)/.installed: pyproject.toml constraints.txt
@@ -34,6 +34,10 @@ bench: $(BIN)/.installed
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/pruning.py
 	$(BIN)/python benchmarks/latency.py
+
+# Half an hour on two cores: crash states, failing operations, fuzzing. What it promises: docs/reliability.md.
+trust: $(BIN)/.installed
+	$(BIN)/python tests/trust/run.py
 
 docs: $(BIN)/.installed
 	$(BIN)/python -m pytest tests/test_docs.py
