@@ -259,8 +259,9 @@ def _iterate(folder: Path) -> list[str]:
 
 def _rounds(folder: Path) -> object:
     path = folder / "out" / "round-2"
-    done = path / "row.json"
-    return writers.tensors(networks.build(str(path))) if done.exists() else None
+    row = path / "row.json"
+    done = row.exists() and results.files.parse(row.read_bytes(), "row")["status"] == "done"  # a failure is a row, too
+    return writers.tensors(networks.build(str(path))) if done else None
 
 
 def resumed(first: Callable[[Path], list[str]]) -> Callable[[Path], list[str]]:

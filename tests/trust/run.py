@@ -27,20 +27,19 @@ sys.path[:0] = [str(HERE.parent)]
 # Of commands that take seconds, every so-many-th operation fails; exports and the demo are tried with a full disk only.
 STRIDES = {"iterate": 2, "run": 3, "demo": 5, "export onnx": 1, "export exported": 1}
 FULL_DISK = ("demo", "export onnx", "export exported")
+KINDS = ["crash", "fault", "tests", "fuzz"]
 HEAD = ("writer or reader", "states", "failures", "inputs", "seconds", "violations")
 
 
-def child(kind: str, name: str, minutes: float, thin: int) -> dict[str, Any]:
-    """One job in a process of its own."""
-    start = time.perf_counter()
-    command = [sys.executable, str(Path(__file__)), "--job", kind, name, "--thin", str(thin)]
+def child(kind: str, group: str, minutes: float, thin: int) -> list[dict[str, Any]]:
+    """Jobs in a process of their own; names of a group are separated by |."""
+    command = [sys.executable, str(Path(__file__)), "--job", kind, group, "--thin", str(thin)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120 * minutes, env=environment())
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        found = {"name": name, "violations": [f"the job ended with status {done.returncode}: {done.stderr[-500:]}"]}
-    else:
-        found = json.loads(lines[-1])
-    return {**found, "name": f"{kind}: {found['name']}", "seconds": time.perf_counter() - start}
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if len(found) < len(group.split("|")):
+        wrong = f"the job ended with status {done.returncode}: {done.stderr[-500:]}"
+        found.append({"name": group, "seconds": 0.0, "violations": [wrong]})
+    return [{**line, "name": f"{kind}: {line['name']}"} for line in found]
 
 
 def environment() -> dict[str, str]:
@@ -80,38 +79,40 @@ def long_tests() -> dict[str, Any]:
     return {"name": f"tests marked trust: {count} passed", "inputs": count, "seconds": spent, "violations": wrong}
 
 
-def job(kind: str, name: str, thin: int) -> None:
-    """In the child: the line of the table as JSON."""
+def job(kind: str, group: str, thin: int) -> None:
+    """In the child: lines of the table as JSON."""
     import torch
 
     torch.set_num_threads(1)
-    if kind == "crash":
-        from trust import enumerate as crashes
-        from trust import writers
-
-        writer = next(w for w in writers.WRITERS if w.name == name)
-        found = crashes.explore(writer, max(32, 512 // thin), every={"study": 2000}.get(name, 60) * thin)
-    else:
-        from trust import faults
-
-        command = next(c for c in faults.COMMANDS if c.name == name)
-        stride = STRIDES.get(name, 1) * thin
-        once = ("ENOSPC",) if name in FULL_DISK else tuple(faults.ERRORS)
-        with faults.shortened():
-            found = faults.explore(command, once, () if name in FULL_DISK else ("ENOSPC",), stride)
-    print(json.dumps(asdict(found)), flush=True)
+    for name in group.split("|"):
+        print(json.dumps(asdict(crash(name, thin) if kind == "crash" else fault(name, thin))), flush=True)
 
 
-def names() -> Iterator[tuple[str, str]]:
-    """Long jobs first."""
+def crash(name: str, thin: int) -> Any:
+    from trust import enumerate as crashes
+    from trust import writers
+
+    writer = next(w for w in writers.WRITERS if w.name == name)
+    return crashes.explore(writer, max(32, 512 // thin), every={"study": 2000}.get(name, 60) * thin)
+
+
+def fault(name: str, thin: int) -> Any:
+    from trust import faults
+
+    command = next(c for c in faults.COMMANDS if c.name == name)
+    once = ("ENOSPC",) if name in FULL_DISK else tuple(faults.ERRORS)
+    with faults.shortened():
+        return faults.explore(command, once, () if name in FULL_DISK else ("ENOSPC",), STRIDES.get(name, 1) * thin)
+
+
+def groups() -> Iterator[tuple[str, str]]:
+    """Long jobs first; short ones share a process, because importing torch takes longer than they do."""
     from trust import faults, writers
 
     yield "crash", "study"
     for command in sorted(faults.COMMANDS, key=lambda c: c.name not in STRIDES):
         yield "fault", command.name
-    for writer in writers.WRITERS:
-        if writer.name != "study":
-            yield "crash", writer.name
+    yield "crash", "|".join(writer.name for writer in writers.WRITERS if writer.name != "study")
 
 
 def shown(found: list[dict[str, Any]]) -> str:
@@ -135,6 +136,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--job", nargs=2, metavar=("KIND", "NAME"))
     parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS)
     given = parser.parse_args()
     if given.job:
         job(*given.job, given.thin)
@@ -142,19 +144,25 @@ def main() -> int:
     import fuzz as targets
 
     end = time.perf_counter() + 60 * given.minutes
+    found: list[dict[str, Any]] = []
 
-    def tell(found: dict[str, Any]) -> dict[str, Any]:
-        print(f"{found['name']}: {found['seconds']:.0f} s, {len(found['violations'])} violations", file=sys.stderr)
-        for text in found["violations"][:5]:
-            print(f"    {text}", file=sys.stderr, flush=True)
-        return found
+    def tell(lines: list[dict[str, Any]]) -> None:
+        found.extend(lines)
+        for line in lines:
+            print(f"{line['name']}: {line['seconds']:.0f} s, {len(line['violations'])} violations", file=sys.stderr)
+            for text in line["violations"][:5]:
+                print(f"    {text}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(given.cores) as pool:
-        first = [pool.submit(lambda p: tell(child(*p, given.minutes, given.thin)), pair) for pair in names()]
-        found = [future.result() for future in [*first, pool.submit(lambda: tell(long_tests()))]]
+        wanted = [pair for pair in groups() if pair[0] in given.only]
+        jobs = [pool.submit(lambda p: tell(child(*p, given.minutes, given.thin)), pair) for pair in wanted]
+        jobs += [pool.submit(lambda: tell([long_tests()]))] if "tests" in given.only else []
+        for future in jobs:
+            future.result()
         share = given.cores * (end - time.perf_counter() - 20) / len(targets.TARGETS)
-        rest = [pool.submit(lambda n: tell(fuzz(n, given.inputs, share)), name) for name in targets.TARGETS]
-        found += [future.result() for future in rest]
+        names = list(targets.TARGETS) if "fuzz" in given.only else []
+        for future in [pool.submit(lambda n: tell([fuzz(n, given.inputs, share)]), name) for name in names]:
+            future.result()
     table = shown(found)
     print(table)
     if given.out:
