@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint bench docs dist
+.PHONY: demo test lint bench docs trust dist
 
 # torch comes first and pinned: with a range, pip would choose the newest build and several GB of CUDA.
 $(BIN)/.installed: pyproject.toml constraints.txt
@@ -34,6 +34,10 @@ bench: $(BIN)/.installed
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/pruning.py
 	$(BIN)/python benchmarks/latency.py
+
+# Half an hour on two cores: crash states, failing operations, fuzzing. What it promises: docs/reliability.md.
+trust: $(BIN)/.installed
+	$(BIN)/python tests/trust/run.py
 
 # The site, in site/: every warning is an error, and every link must lead somewhere.
 docs: $(BIN)/.installed

@@ -1,8 +1,10 @@
-"""Settings for every test: one thread, and the same examples on every machine."""
+"""Settings for every test: one thread, the same examples on every machine, signals as in a terminal."""
 
 from __future__ import annotations
 
 import os
+import random
+import signal
 
 import pytest
 import torch
@@ -12,6 +14,11 @@ from rankwise.cli import progress
 from rankwise.timing import cost_model
 
 torch.set_num_threads(1)
+# A shell starts background jobs with Ctrl-C ignored, and children of tests would inherit that.
+for _sign in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+    if signal.getsignal(_sign) is signal.SIG_IGN:
+        signal.signal(_sign, signal.default_int_handler if _sign == signal.SIGINT else signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 settings.register_profile(
     "deterministic",
     deadline=None,
@@ -20,6 +27,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("deterministic")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and the tests of each file, in random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests of a file stay together: fixtures of a file are made once."""
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        return
+    draw = random.Random(seed)
+    place = {path: draw.random() for path in sorted({item.path for item in items})}
+    order = {item.nodeid: draw.random() for item in sorted(items, key=lambda item: item.nodeid)}
+    items.sort(key=lambda item: (place[item.path], order[item.nodeid]))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,6 +15,17 @@ from rankwise.version import __version__
 USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
+def _outside(err: Exception) -> str | None:
+    """What the machine did not give: a disk that fails, or memory. None for our own mistakes."""
+    if isinstance(err, OSError):
+        what = f"{err.filename}: " if err.filename else ""
+        return f"{what}{err.strerror or err}: check the disk and the space left, then run the same command again"
+    # torch has no exception of its own for memory of the CPU.
+    if isinstance(err, MemoryError) or "allocate memory" in str(err) or "out of memory" in str(err):
+        return "there is not enough memory: use a smaller batch, fewer calibration inputs, or a larger machine"
+    return None
+
+
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["--version"]:
@@ -28,6 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
         sentence = err.format_message() if hasattr(err, "format_message") else str(err)
         print(f"rankwise: {in_flags(sentence)}", file=sys.stderr)
         return 2
+    except (OSError, MemoryError, RuntimeError) as err:
+        sentence = _outside(err)
+        if sentence is None:
+            raise
+        print(f"rankwise: {' '.join(sentence.split())}", file=sys.stderr)
+        return 1
     except (typer.Abort, KeyboardInterrupt, Interrupted) as err:
         print(f"rankwise: {str(err) or 'interrupted'}", file=sys.stderr)
         return 130

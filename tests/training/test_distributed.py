@@ -34,7 +34,7 @@ import hashlib, json, os, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from rankwise.core import files as whole_files
+from rankwise.core import disk, files as whole_files
 from rankwise.models import networks
 from rankwise.training import loop, steps
 from rankwise.training.recipes import RECIPES, change
@@ -48,7 +48,7 @@ wrote = whole_files.write_together
 def write_together(files):
     heard["writes"] += [str(path) for path in files]
     wrote(files)
-whole_files.write_together = write_together
+disk.write_together = whole_files.write_together = write_together
 
 followed = steps._retrain
 def retrain(small, plan, *rest):

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rankwise.core.disk import make_folder as make_folder
+from rankwise.core.disk import why
+from rankwise.core.disk import write_together as write_together
+from rankwise.core.disk import write_whole as write_whole
 from rankwise.errors import RankwiseError
+
+LIMIT = 1 << 28  # bytes of a text file: a plan of 100,000 layers has a tenth of it
 
 _NAMES = {dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number"}
 
@@ -20,8 +27,8 @@ def parse(text: str | bytes, where: str) -> dict[str, Any]:
         data = json.loads(text, parse_int=_whole)
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as err:
-        why = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
-        raise RankwiseError(f"{where} is not readable JSON ({why}): restore it or write it again") from None
+        reason = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
+        raise RankwiseError(f"{where} is not readable JSON ({reason}): restore it or write it again") from None
     if not isinstance(data, dict):
         raise RankwiseError(f"{where} must hold a JSON object, and it holds {_name_of(data)}")
     return data
@@ -33,39 +40,26 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def read(path: Path) -> bytes:
+def read(path: Path, limit: int | None = LIMIT) -> bytes:
+    """The content of a file; a device or a pipe, which may never end, is none."""
     try:
-        return path.read_bytes()
-    except (OSError, ValueError) as err:  # ValueError: a name that no file can have
-        raise RankwiseError(f"{path} could not be read ({_why(err)}): check the path") from None
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        try:
+            return _content(file, limit)
+        finally:
+            os.close(file)
+    except (OSError, ValueError, MemoryError) as err:  # ValueError: also a name that no file can have
+        raise RankwiseError(f"{path} could not be read ({why(err)}): check the path") from None
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: a reader sees the old content or the new, never a part."""
-    write_together({path: data})
-
-
-def write_together(files: dict[Path, bytes]) -> None:
-    """Write several files beside their names first and rename them last: what fails on the way changes nothing."""
-    parts = {path: path.parent / f"{path.name}.part" for path in files}
-    path = next(iter(files))
-    try:
-        for path, data in files.items():
-            with open(parts[path], "wb") as out:
-                out.write(data)
-                out.flush()
-                os.fsync(out.fileno())
-        for path, part in parts.items():
-            os.replace(part, path)
-    except (OSError, ValueError) as err:
-        for part in parts.values():
-            with suppress(OSError, ValueError):  # where nothing can be written, nothing can be removed either
-                part.unlink()
-        raise RankwiseError(f"{path} could not be written ({_why(err)}): check the folder and the space left") from None
-
-
-def _why(err: Exception) -> str:
-    return getattr(err, "strerror", None) or str(err)
+def _content(file: int, limit: int | None) -> bytes:
+    about = os.fstat(file)
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError("it is a folder" if stat.S_ISDIR(about.st_mode) else "it is no ordinary file")
+    if limit is not None and about.st_size > limit:
+        raise ValueError(f"it has {about.st_size:,} bytes, and at most {limit:,} are read")
+    with open(file, "rb", closefd=False) as opened:
+        return opened.read()
 
 
 def field(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
@@ -79,6 +73,8 @@ def typed(value: object, kind: type, where: str) -> Any:
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise RankwiseError(f"{where} must be {_NAMES.get(kind, kind.__name__)}, and it is {_name_of(value)}")
+    if kind is float and isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise RankwiseError(f"{where} is a whole number of {value.bit_length():,} bits: give a smaller one")
     return value
 
 
@@ -87,7 +83,7 @@ def strict(data: dict[str, Any], known: Iterable[str], where: str) -> None:
     known = set(known)
     unknown = sorted(set(data) - known)
     if unknown:
-        raise RankwiseError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        raise RankwiseError(f"{where} has the unknown key {_name_of(unknown[0])}; known are {', '.join(sorted(known))}")
 
 
 def whole_numbers(value: object, where: str) -> tuple[int, ...]:

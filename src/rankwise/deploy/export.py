@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rankwise.core.disk import flush_file, make_folder, rename
 from rankwise.errors import RankwiseError, need
 from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.timing.clock import Timing, inputs_for
@@ -48,11 +48,12 @@ def export(model: nn.Module, example: Example, path: str | Path, to: str = "onnx
     path = Path(path)
     part = path.parent / f"{path.stem}.part{path.suffix or Path(TARGETS[to]).suffix}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with undisturbed(model), _quiet():
             batches, why = _write(model, example, part, to)
             worst = max(_compare(model, example, part, to, batch) for batch in batches)
-        os.replace(part, path)
+        flush_file(part)
+        rename(part, path)
     except OSError as err:
         raise RankwiseError(f"{path} could not be written ({err.strerror or err}): check the folder") from None
     finally:
@@ -70,7 +71,7 @@ def _write(model: nn.Module, example: Example, path: Path, to: str) -> tuple[lis
     try:
         write(model, *_inputs(model, example, first), path, True)
         return [first, first + 1], None
-    except RankwiseError:
+    except (RankwiseError, OSError, MemoryError):  # another batch size would help nothing
         raise
     except Exception as err:
         try:
@@ -83,7 +84,10 @@ def _write(model: nn.Module, example: Example, path: Path, to: str) -> tuple[lis
 
 
 def _write_exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, dynamic: bool) -> None:
-    torch.export.save(_program(model, args, kwargs, dynamic), path)
+    # Through memory: where the disk is full, torch ends the process instead of raising.
+    content = BytesIO()
+    torch.export.save(_program(model, args, kwargs, dynamic), content)
+    path.write_bytes(content.getbuffer())
 
 
 def _write_onnx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, dynamic: bool) -> None:

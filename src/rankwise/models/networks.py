@@ -141,7 +141,9 @@ def _rebuild(spec: Spec, allow_code: bool, base: str | None, seen: tuple[Path, .
 
 
 def _is_compressed(folder: Spec) -> bool:
-    return (Path(folder.name) / "plan.json").is_file()
+    from rankwise.surgery import checkpoint
+
+    return checkpoint.is_compressed(folder.name)
 
 
 def _base_of(folder: Spec) -> Spec:

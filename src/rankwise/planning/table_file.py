@@ -77,7 +77,11 @@ def read(path: Path) -> Table:
         raise RankwiseError(f"{where} is not a whole safetensors file ({err}): build the table again") from None
     if "rankwise-table" not in metadata:
         raise RankwiseError(f"{where} is a safetensors file but not a rankwise table")
-    header = files.parse(metadata["rankwise-table"], where)
+    return read_header(files.parse(metadata["rankwise-table"], where), tensors, where)
+
+
+def read_header(header: dict[str, Any], tensors: dict[str, Array], where: str) -> Table:
+    """The table that a header and its tensors describe; every number in it may have been made up."""
     files.check_format(header, FORMAT, where)
     if header.get("checksum") != _checksum(header, tensors):
         raise RankwiseError(f"{where} is damaged (its checksum does not fit): build the table again")
@@ -147,15 +151,49 @@ def _curve_shape(layer: Layer, option: Option) -> tuple[int, ...]:
 
 
 def _read_coverage(data: dict[str, Any], where: str) -> Coverage:
-    try:
-        layers = []
-        for entry in data["layers"]:
-            calls = entry["calls"]
-            if calls is not None:
-                calls = tuple(Call(tuple(c["inputs"]), tuple(c["outputs"]), c["count"]) for c in calls)
-            body: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items() if k != "calls"}
-            layers.append(Layer(**body, calls=calls))
-        skipped = tuple(Skipped(**entry) for entry in data["skipped"])
-        return Coverage(tuple(layers), skipped, data["params"], data["macs"])
-    except (KeyError, TypeError) as err:
-        raise RankwiseError(f"{where} is damaged ({err}): build the table again") from None
+    """Every value has the type that it has in a network: shapes are multiplied, and a text times a number is a text."""
+    layers = [_read_layer(entry, where) for entry in files.field(data, "layers", list, where)]
+    skipped = []
+    for entry in files.field(data, "skipped", list, where):
+        entry = files.typed(entry, dict, f"every entry of 'skipped' of {where}")
+        files.strict(entry, Skipped.__dataclass_fields__, f"a skipped layer of {where}")
+        texts = {key: files.field(entry, key, str, where) for key in ("name", "kind", "reason")}
+        skipped.append(Skipped(**texts, params=files.field(entry, "params", int, where)))
+    macs = data.get("macs")
+    macs = None if macs is None else files.typed(macs, int, f"'macs' of {where}")
+    return Coverage(tuple(layers), tuple(skipped), files.field(data, "params", int, where), macs)
+
+
+_TEXTS, _COUNTS = ("name", "kind", "padding_mode"), ("filters", "channels", "groups")
+_SIZES = ("kernel", "stride", "dilation", "output_padding")
+_LARGEST = 1 << 40  # of a number in a shape
+
+
+def _read_layer(data: Any, where: str) -> Layer:
+    data = files.typed(data, dict, f"every layer of {where}")
+    files.strict(data, Layer.__dataclass_fields__, f"a layer of {where}")
+    calls, padding = data.get("calls"), data.get("padding", [])
+    simple: dict[str, Any] = {key: files.field(data, key, str, where) for key in _TEXTS}
+    simple |= {key: files.field(data, key, int, where) for key in _COUNTS}
+    simple |= {key: files.whole_numbers(files.field(data, key, list, where), f"{key!r} of {where}") for key in _SIZES}
+    layer = Layer(
+        **simple,
+        padding=padding if isinstance(padding, str) else files.whole_numbers(padding, f"'padding' of {where}"),
+        bias=files.field(data, "bias", bool, where),
+        calls=None if calls is None else tuple(_read_call(c, where) for c in files.typed(calls, list, "'calls'")),
+        aliases=tuple(files.typed(a, str, f"an alias of {where}") for a in files.field(data, "aliases", list, where)),
+    )
+    numbers = [*layer.kernel, layer.filters, layer.channels, layer.groups]
+    if not all(1 <= n <= _LARGEST for n in numbers) or layer.filters % layer.groups or layer.channels % layer.groups:
+        raise RankwiseError(f"{where} is damaged (a layer of an impossible shape): build the table again")
+    if layer.dims > 3:
+        raise RankwiseError(f"{where} is damaged (a kernel of {layer.dims} axes): build the table again")
+    return layer
+
+
+def _read_call(data: Any, where: str) -> Call:
+    data = files.typed(data, dict, f"every call of {where}")
+    inputs, outputs = (
+        files.whole_numbers(files.field(data, key, list, where), f"{key!r} of {where}") for key in ("inputs", "outputs")
+    )
+    return Call(inputs, outputs, files.field(data, "count", int, where))

@@ -27,14 +27,26 @@ def load() -> dict[str, dict[str, Any]]:
     the drop that was allowed and `share` the share of epochs that was retrained; benchmarks have neither. The records
     of hyperparameters are {"network": name, parameter: text}.
     """
-    found = {}
-    for path in sorted(FOLDER.glob("*.json")):
-        table = files.parse(files.read(path), str(path))
-        files.check_format(table, FORMAT, str(path))
-        found[str(table["table"])] = table
+    tables = [read_table(files.read(path), str(path)) for path in sorted(FOLDER.glob("*.json"))]
+    found: dict[str, dict[str, Any]] = {table["table"]: table for table in tables}
     if not found:
         raise RankwiseError(f"the published numbers are not in {FOLDER}: install rankwise again")
     return found
+
+
+def read_table(text: bytes, where: str) -> dict[str, Any]:
+    """A table out of the content of a file, with everything in it that is read later."""
+    table = files.parse(text, where)
+    files.check_format(table, FORMAT, where)
+    label = files.field(table, "table", str, where)
+    for record in files.field(table, "records", list, where):
+        record = files.typed(record, dict, f"a record of {where}")
+        for key in () if label.endswith("hyperparameters") else ("model", "data", "label"):
+            files.field(record, key, str, f"a record of {where}")
+        for key in ("top1", "top5", "miou", "CR-P", "CR-F", "share", "delta"):
+            if record.get(key) is not None:
+                files.typed(record[key], float, f"{key!r} in a record of {where}")
+    return table
 
 
 def records(model: str, data: str, tables: str = "tab-supp:") -> list[dict[str, Any]]:
@@ -54,8 +66,13 @@ def points() -> list[dict[str, Any]]:
     {"network", "data", "method": as the paper calls it, "delta_top1" (of mean IoU for segmentation), "CR-P", "CR-F",
     "table", "share"}; a ratio of 0 stands for no network at all in the paper, and is no point.
     """
+    return points_of(list(load().values()))
+
+
+def points_of(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
-    for label, table in load().items():
+    for table in tables:
+        label = table["table"]
         if not label.startswith("tab-supp:") or label.endswith("hyperparameters"):
             continue
         for record in table["records"]:

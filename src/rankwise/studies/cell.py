@@ -101,7 +101,7 @@ def _measured(cell: Cell, out: Path) -> dict[str, Any]:
     reference = open_reference(cell, out)
     found = _round(cell, out, reference) if cell.mode == "iterate" else _one_shot(cell, out, reference)
     plan: Plan = found.pop("plan")
-    (out / "plans").mkdir(parents=True, exist_ok=True)
+    files.make_folder(out / "plans")
     plan.save(out / "plans" / f"{cell.name}.json")
     keep = plan.after.params / reference.params
     macs = plan.after.macs / reference.macs if plan.after.macs is not None and reference.macs else None

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.core import files
-from rankwise.errors import RankwiseError
 from rankwise.studies.cell import row_path, run_cell, write_failure
 from rankwise.studies.reference import prepare, reference_key
 from rankwise.studies.store import digest
@@ -61,10 +60,7 @@ def run_study(
     outcome = Outcome(
         [n for n, s in status.items() if s == "done"], [], [n for n, s in status.items() if s == "failed"]
     )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise RankwiseError(f"the folder {folder} cannot be made ({err.strerror}): give another --out") from None
+    files.make_folder(folder)
     text = json.dumps(study.to_json(), indent=1, ensure_ascii=False)
     files.write_whole(folder / "study.json", (text + "\n").encode())
     if not missing:

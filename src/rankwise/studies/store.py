@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rankwise.core import files
-from rankwise.errors import need
+from rankwise.core.disk import alone, rename
 
 KEY = "key.json"
 
@@ -40,11 +39,11 @@ def entry(store: Path, key: dict[str, Any], make: Callable[[Path], None]) -> Pat
     with lock(final.with_suffix(".lock")):
         if not final.is_dir():
             work = final.with_suffix(".work")
-            work.mkdir(parents=True, exist_ok=True)
+            files.make_folder(work)
             make(work)
             files.write_whole(work / KEY, (json.dumps(key, indent=1, ensure_ascii=False) + "\n").encode())
             try:
-                os.rename(work, final)
+                rename(work, final)
             except OSError:
                 if not final.is_dir():  # a file system without locks: somebody else was faster, with the same
                     raise
@@ -55,10 +54,6 @@ def entry(store: Path, key: dict[str, Any], make: Callable[[Path], None]) -> Pat
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Wait until no other process holds the lock at `path`. A killed process holds nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    held = need("filelock", extra="train", purpose="running a study").FileLock(path)
-    with held:
+    files.make_folder(path.parent)
+    with alone(path):
         yield
-        # Only after success: whoever waits for the removed file gets it, looks again, and finds everything done.
-        with suppress(OSError):
-            path.unlink()

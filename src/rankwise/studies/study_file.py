@@ -32,6 +32,7 @@ _STUDY = [
 ]
 _NETWORK = ["model", "data", "weights", "recipe", "set", "exclude", "size", "limit", "keeps", "cpus", "gpus"]
 _KEEPS = ["alpha", "first", "last", "count"]
+MOST_CELLS = 100_000
 
 
 def read_study(path: str | Path) -> Study:
@@ -39,17 +40,18 @@ def read_study(path: str | Path) -> Study:
     path = Path(path)
     try:
         data = tomllib.loads(files.read(path).decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
-        raise RankwiseError(f"{path} is not readable TOML ({err})") from None
+    except (ValueError, RecursionError) as err:  # ValueError: also a number of 5,000 digits, or half a character
+        why = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
+        raise RankwiseError(f"{path} is not readable TOML ({why})") from None
     return make_study(data, path.stem, str(path))
 
 
 def make_study(data: dict[str, Any], name: str, where: str) -> Study:
     files.strict(data, [*_STUDY, "network"], where)
-    mode = data.get("mode", "oneshot")
+    mode = files.typed(data.get("mode", "oneshot"), str, f"'mode' of {where}")
     if mode not in MODES:
         raise RankwiseError(f"{where} has the mode {mode!r}: possible are {', '.join(MODES)}")
-    unit = data.get("unit", PARAMS.name)
+    unit = files.typed(data.get("unit", PARAMS.name), str, f"'unit' of {where}")
     units = [PARAMS.name] if mode == "iterate" else list(UNITS)
     if unit not in units:
         known = ", ".join(units)
@@ -75,6 +77,9 @@ def make_study(data: dict[str, Any], name: str, where: str) -> Study:
 
 
 def _check(study: Study, where: str) -> None:
+    count = sum(len(n.keeps) for n in study.networks) * study.repeats * len(study.entries) * len(study.retrain)
+    if count > MOST_CELLS:
+        raise RankwiseError(f"{where} asks for {count:,} cells, and at most {MOST_CELLS:,} are run: make several of it")
     for what, found in (("network", study.networks), ("methods", study.entries)):
         if not found:
             raise RankwiseError(f"{where} has no {what}: name at least one")
@@ -130,7 +135,7 @@ def _keeps(value: object, where: str) -> tuple[tuple[float, ...], float | None]:
     """The keeps, and α where they are αⁱ. {first, last, count} is evenly spaced on a logarithmic scale."""
     if isinstance(value, dict):
         files.strict(value, _KEEPS, f"'keeps' of {where}")
-        count = _count(value, "count", 0, f"'keeps' of {where}")
+        count = _count(value, "count", 0, f"'keeps' of {where}", most=MOST_CELLS)
         if set(value) == {"alpha", "count"}:
             alpha = float(files.field(value, "alpha", float, f"'keeps' of {where}"))
             found, geometric = [alpha**i for i in range(1, count + 1)], alpha
@@ -184,8 +189,10 @@ def _words(value: object, where: str) -> tuple[str, ...]:
     return tuple(files.typed(v, str, f"every entry of {where}") for v in files.typed(value, list, where))
 
 
-def _count(data: Mapping[str, Any], key: str, default: int, where: str, least: int = 1) -> int:
+def _count(data: Mapping[str, Any], key: str, default: int, where: str, least: int = 1, most: int = 10**18) -> int:
     found: int = files.typed(data.get(key, max(default, least)), int, f"{key!r} of {where}")
-    if found < least:
-        raise RankwiseError(f"{key} = {found} in {where}: give a whole number from {least} on")
+    if not least <= found <= most:
+        given = str(found) if abs(found) <= 10**18 else "a number of so many digits"
+        rule = f"from {least} on" if found < least else f"up to {most:,}"
+        raise RankwiseError(f"{key} = {given} in {where}: give a whole number {rule}")
     return found

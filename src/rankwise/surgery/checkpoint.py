@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from rankwise.core import files
+from rankwise.core.disk import part_of
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Plan
 from rankwise.surgery.fuse import fuse_norms_
@@ -26,6 +29,7 @@ from rankwise.surgery.narrow import narrowed
 from rankwise.surgery.pairs import decision_of
 from rankwise.surgery.replace import copy_model, need_module, replace_layers_
 
+_TRIES = 5
 PLAN, WEIGHTS = "plan.json", "model.safetensors"
 
 
@@ -76,11 +80,9 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
     changed = {name: recipe(modules[name]) for name in (*pairs, *thin, *_folded(plan)) if name in modules}
     metadata = {"rankwise": json.dumps({"plan": plan_hash(plan), "same": same, "modules": changed})}
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise RankwiseError(f"the folder {folder} could not be made ({err.strerror or err})") from None
+    files.make_folder(folder, "give another folder")
     weights = to_safetensors(tensors, metadata=metadata)
+    # In this order: weights name their plan, so between the two renames `read_plan` can tell which one counts.
     files.write_together({folder / WEIGHTS: weights, folder / PLAN: plan.dumps().encode()})
 
 
@@ -103,14 +105,8 @@ def load(folder: str | Path, model: nn.Module) -> nn.Module:
     >>> sum(p.numel() for p in rw.load(folder, model).parameters()) == plan.after.params
     True
     """
-    plan = read_plan(folder)
     path = Path(folder) / WEIGHTS
-    tensors, header = _read(path)
-    # As the file lies there, or as we would write it: files of an older format have the hash of their own text.
-    if header.get("plan") not in (plan_hash(plan), hashlib.sha256(files.read(Path(folder) / PLAN)).hexdigest()):
-        raise RankwiseError(
-            f"{path} and plan.json beside it do not belong together: one of them was changed; save the model again"
-        )
+    plan, tensors, header = _read_both(Path(folder))
     small = copy_model(model)
     replace_layers_(small, plan, fill=False)
     fuse_norms_(small, plan.fused, fill=False)
@@ -123,7 +119,55 @@ def read_plan(folder: str | Path) -> Plan:
     """The plan of a folder that `save` wrote."""
     if not Path(folder).is_dir():
         raise RankwiseError(f"{folder} is not a folder: give one that rankwise.save or rankwise compress wrote")
-    return Plan.load(Path(folder) / PLAN)
+    return _plan_and_text(Path(folder))[0]
+
+
+def _plan_and_text(folder: Path) -> tuple[Plan, bytes]:
+    waiting = _waiting_plan(folder)
+    if waiting is not None:
+        return waiting
+    text = files.read(folder / PLAN)
+    return Plan.loads(text, str(folder / PLAN)), text
+
+
+def is_compressed(folder: str | Path) -> bool:
+    """Whether a folder has a plan."""
+    return (Path(folder) / PLAN).is_file() or _waiting_plan(Path(folder)) is not None
+
+
+def _waiting_plan(folder: Path) -> tuple[Plan, bytes] | None:
+    """The plan that the weights name, where `save` was killed after it gave the weights their name and before the plan.
+
+    It is whole then, and the plan under its own name is the older one.
+    """
+    part = part_of(folder / PLAN)
+    if not part.is_file() or not (folder / WEIGHTS).is_file():
+        return None
+    try:
+        text = files.read(part)
+        plan = Plan.loads(text, str(part))
+        return (plan, text) if _belong(plan, text, _header(folder / WEIGHTS)) else None
+    except RankwiseError:
+        return None  # left by somebody who was killed earlier: the folder is as it was before
+
+
+def _read_both(folder: Path) -> tuple[Plan, dict[str, Tensor], dict[str, Any]]:
+    """Plan, tensors and header that belong together. Again, in case somebody saves at the same moment."""
+    read_plan(folder)  # says what is wrong with the folder
+    for _ in range(_TRIES):
+        plan, text = _plan_and_text(folder)
+        tensors, header = _read(folder / WEIGHTS)
+        if _belong(plan, text, header):
+            return plan, tensors, header
+    raise RankwiseError(
+        f"{folder / WEIGHTS} and plan.json beside it do not belong together: one of them was changed; "
+        "save the model again"
+    )
+
+
+def _belong(plan: Plan, text: bytes, header: dict[str, Any]) -> bool:
+    """As the file lies there, or as we would write it: files of an older format have the hash of their own text."""
+    return header.get("plan") in (plan_hash(plan), hashlib.sha256(text).hexdigest())
 
 
 def _folded(plan: Plan) -> list[str]:
@@ -161,15 +205,27 @@ def _place(name: str, value: Tensor) -> tuple[object, ...]:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor, and what `save` wrote about them."""
+    with _opened(path) as file:
+        tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+        text = (file.metadata() or {}).get("rankwise", "{}")
+    return tensors, files.parse(text, f"the header of {path}")
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with _opened(path) as file:
+        text = (file.metadata() or {}).get("rankwise", "{}")
+    return files.parse(text, f"the header of {path}")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise RankwiseError(f"{path} is missing: a compressed folder holds {PLAN} and {WEIGHTS}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
-            text = (file.metadata() or {}).get("rankwise", "{}")
+            yield file
     except (SafetensorError, OSError, ValueError) as err:
         raise RankwiseError(f"{path} is damaged or cut short ({err}): restore it or save the model again") from None
-    return tensors, files.parse(text, f"the header of {path}")
 
 
 def _load_state_(model: nn.Module, tensors: dict[str, Tensor], header: dict[str, Any], path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rankwise.core import files
+from rankwise.core.disk import alone
 from rankwise.errors import RankwiseError
 from rankwise.planning.times import LAYOUTS
 
@@ -23,21 +24,30 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.known: dict[str, dict[str, Any]] = {}
+        self.known = self._read()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
         try:
-            data = files.parse(files.read(path), str(path))
-            if data.get("format") == FORMAT and isinstance(data.get("cells"), dict):
-                self.known = {k: v for k, v in data["cells"].items() if _sound(v)}
+            data = files.parse(files.read(self.path), str(self.path))
         except RankwiseError:
-            pass
+            return {}
+        if data.get("format") != FORMAT or not isinstance(data.get("cells"), dict):
+            return {}
+        return {k: v for k, v in data["cells"].items() if _sound(v)}
 
     def save(self) -> None:
+        """What is known here, and what other processes have measured since."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"format": FORMAT, "machine": machine(), "cells": self.known}, indent=1)
-            files.write_whole(self.path, text.encode())
-        except (OSError, RankwiseError):
+            files.make_folder(self.path.parent)
+            with alone(self.path.with_suffix(".lock")):
+                self._write()
+        except RankwiseError:
             pass  # a cache that cannot be written costs time, nothing else
+
+    def _write(self) -> None:
+        self.known = {**self._read(), **self.known}
+        text = json.dumps({"format": FORMAT, "machine": machine(), "cells": self.known}, indent=1)
+        files.write_whole(self.path, text.encode())
 
 
 def _sound(value: Any) -> bool:

@@ -29,7 +29,8 @@ _MEASURED: dict[str, type] = {
 _PERHAPS: dict[str, type] = {
     **dict.fromkeys(("dataset", "split", "unit", "plan", "spectra"), str),
     "CR-F": float,
-    "retrained": dict,
+    **dict.fromkeys(("repeat", "seed", "round"), int),
+    **dict.fromkeys(("retrained", "settings", "seconds", "provenance"), dict),
 }
 _NUMBERS = {
     "keep": ("params", "macs"),
@@ -68,7 +69,7 @@ def commit() -> str | None:
 
 def write_row(path: Path, row: dict[str, Any]) -> None:
     """Numbers that are none (a loss that diverged) become null: JSON has no other word for them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(path.parent)
     text = json.dumps(_finite(row), indent=1, ensure_ascii=False, allow_nan=False)
     files.write_whole(path, (text + "\n").encode())
 
@@ -129,8 +130,10 @@ def _read_row(path: Path) -> dict[str, Any] | None:
         if row.get(key) is not None:
             files.typed(row[key], kind, f"{key!r} of {where}")
     for key, names in _NUMBERS.items():
-        body = row.get(key) or {}
+        body = files.typed(row.get(key) or {}, dict, f"{key!r} of {where}")
         for name in names:
             if body.get(name) is not None:
                 files.typed(body[name], float, f"{name!r} in {key!r} of {where}")
-    return row
+    if status == "done":
+        files.field(row["retrain"], "share", float, f"'retrain' of {where}")
+    return {"unit": "params", **row}

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 
 from rankwise.compression import Compression, Request
 from rankwise.core import files
+from rankwise.core.disk import only_user, remove
 from rankwise.errors import RankwiseError
 from rankwise.methods import get_method, settings_for
 from rankwise.models import networks
@@ -97,9 +99,13 @@ def train(
     With a `target`, by learning–compression: the network ends near one of that size.
     """
     engine = make_engine(run.recipe.precision)
-    done = _claim(run, engine)
-    if done is not None:
-        return done
+    with _claim(run, engine) as done:
+        return _train(spec, run, engine, weights, target) if done is None else done
+
+
+def _train(
+    spec: str, run: Run, engine: Engine, weights: Path | None, target: penalties.SizeTarget | None
+) -> dict[str, Any]:
     session = _open(run, networks.architecture(spec), engine)
     run = session.run
     spec = networks.fit_spec(spec, *session.material.form)
@@ -127,15 +133,15 @@ def train(
 def retrain(folder: Path, run: Run, base: str | None = None) -> dict[str, Any]:
     """Retrain a compressed folder by the last epochs of the recipe; returns the row."""
     engine = make_engine(run.recipe.precision)
-    done = _claim(run, engine)
-    if done is not None:
-        return done
-    plan = checkpoint.read_plan(folder)
-    small = networks.build(str(folder), base=base)
-    name = base or networks.architecture(str(folder))
-    session = _open(run, name, engine)
-    teacher = None if run.teacher is None else _teacher(run.teacher, name, engine)
-    return _retrain(small, plan, None, session, teacher)
+    with _claim(run, engine) as done:
+        if done is not None:
+            return done
+        plan = checkpoint.read_plan(folder)
+        small = networks.build(str(folder), base=base)
+        name = base or networks.architecture(str(folder))
+        session = _open(run, name, engine)
+        teacher = None if run.teacher is None else _teacher(run.teacher, name, engine)
+        return _retrain(small, plan, None, session, teacher)
 
 
 def _teacher(weights: Path, spec: str, engine: Engine) -> nn.Module:
@@ -195,13 +201,13 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
         model = networks.build(str(run.out / "lc"))
     for i in range(rounds.count if rounds.loop == "lc" else 1, rounds.count + 1):
         this = replace(run, out=run.out / f"round-{i}")
-        row = _claim(this, engine)
-        if row is None:
-            keep = run.recipe.alpha**i
-            now = replace(session, run=this)
-            small, plan = _compressed(model, name, int(keep * whole.params), rounds, now)
-            about = {"round": i, "asked": keep, "reference": reference, **_cuts(plan, whole.params, whole.macs)}
-            row = _retrain(small, plan, about, now)
+        with _claim(this, engine) as row:
+            if row is None:
+                keep = run.recipe.alpha**i
+                now = replace(session, run=this)
+                small, plan = _compressed(model, name, int(keep * whole.params), rounds, now)
+                about = {"round": i, "asked": keep, "reference": reference, **_cuts(plan, whole.params, whole.macs)}
+                row = _retrain(small, plan, about, now)
         rows.append(row)
         engine.wait()
         model = densify(checkpoint.load(this.out, model))
@@ -271,25 +277,29 @@ def _retrain(
     return _finish(small, what, facts, state, session)
 
 
-def _claim(run: Run, engine: Engine) -> dict[str, Any] | None:
-    """The row of a folder that is finished already; a folder in use is refused unless it is to be resumed."""
-    content = None
-    if engine.writes:
-        path = run.out / ROW
-        try:
-            run.out.mkdir(parents=True, exist_ok=True)
-        except OSError as err:
-            raise RankwiseError(f"the folder {run.out} cannot be made ({err.strerror}): give another --out") from None
-        if not run.resume and (path.exists() or (run.out / states.FILE).exists()):
-            unfinished = (run.out / states.FILE).exists()
+@contextmanager
+def _claim(run: Run, engine: Engine) -> Iterator[dict[str, Any] | None]:
+    """The row of a folder that is finished already; a folder in use is refused unless it is to be resumed.
+
+    Two processes that train in one folder are refused, too: each would overwrite the other's state.
+    """
+    if not engine.writes:
+        yield _done_row(engine.from_first(None), run)
+        return
+    files.make_folder(run.out)
+    with only_user(run.out):
+        path, begun = run.out / ROW, (run.out / states.FILE).exists()
+        content = files.read(path) if path.exists() else None
+        if not run.resume and (content is not None or begun):
+            unfinished = begun and _done_row(content, run) is None
             what = "a training that was interrupted" if unfinished else "a finished training"
             raise RankwiseError(f"{run.out} holds {what}: add --resume to go on with it, or give another --out")
-        content = files.read(path) if path.exists() else None
-    content = engine.from_first(content)
-    if content is None:
-        return None
-    row = files.parse(content, str(run.out / ROW))
-    return row if row.get("status") == "done" else None
+        yield _done_row(engine.from_first(content), run)
+
+
+def _done_row(content: bytes | None, run: Run) -> dict[str, Any] | None:
+    row = None if content is None else files.parse(content, str(run.out / ROW))
+    return row if row is not None and row.get("status") == "done" else None
 
 
 def _work(
@@ -366,6 +376,6 @@ def _finish(
     }
     if engine.writes:
         write_row(run.out / ROW, row)
-        (run.out / states.FILE).unlink(missing_ok=True)
+        remove(run.out / states.FILE)
     engine.wait()
     return row

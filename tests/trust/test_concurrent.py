@@ -1,0 +1,201 @@
+"""Two processes on one folder: no torn file, no lost row, and a refusal where two cannot both be right."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rankwise as rw
+from rankwise.core import disk
+from rankwise.planning.plan import Plan
+from rankwise.studies import cell as cells
+from rankwise.studies import runner, workers
+from rankwise.studies.study import fill_in
+from rankwise.studies.study_file import make_study
+from rankwise.surgery.checkpoint import read_plan
+from rankwise.timing.cache import Store
+from rankwise.training import results
+from trust import writers
+
+pytest.importorskip("sklearn")
+pytest.importorskip("accelerate")
+FORK = multiprocessing.get_context("fork")
+
+
+def together(work: Any, *given: tuple[Any, ...], within: float = 120) -> list[int | None]:
+    """Exit statuses of processes that run `work` at the same time."""
+    crowd = [FORK.Process(target=work, args=arguments) for arguments in given]
+    for process in crowd:
+        process.start()
+    for process in crowd:
+        process.join(within)
+    return [process.exitcode for process in crowd]
+
+
+def save_often(folder: str, i: int, times: int) -> None:
+    for _ in range(times):
+        rw.save(*writers.compressed(i), folder)
+
+
+def test_two_that_save_and_one_that_loads(tmp_path: Path) -> None:
+    """Every load gives one of the two networks whole, with its own plan."""
+    known = {}
+    for i in (1, 2):
+        rw.save(*writers.compressed(i), tmp_path / str(i))
+        plan = read_plan(tmp_path / str(i)).dumps()
+        known[plan] = writers.tensors(rw.load(tmp_path / str(i), writers.small_net()))
+    out = tmp_path / "out"
+    rw.save(*writers.compressed(1), out)
+    crowd = [FORK.Process(target=save_often, args=(str(out), i, 40)) for i in (1, 2)]
+    for process in crowd:
+        process.start()
+    loads = 0
+    while any(process.is_alive() for process in crowd):
+        assert writers.tensors(rw.load(out, writers.small_net())) in known.values()
+        loads += 1
+    assert [process.exitcode for process in crowd] == [0, 0]
+    assert loads > 3
+    assert known[read_plan(out).dumps()] == writers.tensors(rw.load(out, writers.small_net()))
+    assert sorted(p.name for p in out.iterdir()) == ["model.safetensors", "plan.json"]
+
+
+def write_often(path: str, letter: str, times: int) -> None:
+    for i in range(times):
+        disk.write_whole(Path(path), (letter * (50_000 + 1000 * i)).encode())
+
+
+def test_no_torn_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a")
+    crowd = [FORK.Process(target=write_often, args=(str(path), letter, 40)) for letter in "abc"]
+    for process in crowd:
+        process.start()
+    while any(process.is_alive() for process in crowd):
+        assert len(set(path.read_bytes())) == 1
+    assert [process.exitcode for process in crowd] == [0, 0, 0]
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_writer_that_dies_blocks_nobody(tmp_path: Path) -> None:
+    def dies(path: str) -> None:
+        file = disk._open_alone(disk.part_of(Path(path)))
+        os.write(file, b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert together(dies, (str(tmp_path / "file"),)) == [-signal.SIGKILL]
+    disk.write_whole(tmp_path / "file", b"whole")
+    assert (tmp_path / "file").read_bytes() == b"whole"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def measure(folder: str, i: int) -> None:
+    store = Store(Path(folder) / "times.json")
+    time.sleep(0.2)  # both have read it before either writes
+    for k in range(5):
+        store.known[f"network {i} {k}"] = json.loads(writers_times(folder))
+        store.save()
+
+
+def writers_times(folder: str) -> str:
+    return (Path(folder) / "one.json").read_text()
+
+
+def test_measured_times_of_all_processes_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    writers._times(tmp_path / "made", 0)
+    one = next(iter(Store(tmp_path / "made" / "times.json").known.values()))
+    (tmp_path / "one.json").write_text(json.dumps(one))
+    assert together(measure, *[(str(tmp_path), i) for i in range(4)]) == [0] * 4
+    assert len(Store(tmp_path / "times.json").known) == 20
+
+
+def train(folder: str, barrier: Any, said: Any) -> None:
+    barrier.wait(60)
+    try:
+        writers.steps.train("digits-cnn", writers._run(Path(folder), True))
+    except rw.RankwiseError as err:
+        said.put(str(err))
+        sys.exit(2)
+
+
+def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
+    """One does the work. The other is refused, or finds it done."""
+    barrier, said = FORK.Barrier(2), FORK.Queue()
+    statuses = together(train, *[(str(tmp_path), barrier, said)] * 2)
+    assert sorted(statuses) in ([0, 0], [0, 2])
+    if 2 in statuses:
+        assert "another process is working in" in said.get(timeout=10)
+    row = json.loads((tmp_path / "out" / "row.json").read_text())
+    assert row["status"] == "done"
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.safetensors", "row.json"}
+
+
+def test_a_second_training_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with disk.only_user(tmp_path / "out"), pytest.raises(rw.RankwiseError, match="another process is working in"):
+        writers.steps.train("digits-cnn", writers._run(tmp_path, True))
+    writers.steps.train("digits-cnn", writers._run(tmp_path, True))
+
+
+def make(limit: int = 48) -> Any:
+    short = {"epochs": 1, "retrain": 0, "warmup": 0}
+    network = {"model": "digits-cnn", "data": "digits", "limit": limit, "set": short}
+    grid = {"methods": ["svd", "alds"], "keeps": [0.6, 0.4], "network": [network]}
+    return fill_in(make_study(grid, "two", "two.toml"), [], [])
+
+
+def run_here(folder: str) -> None:
+    outcome = runner.run_study(make(), folder, lambda count: workers.Here())
+    sys.exit(1 if outcome.failed else 0)
+
+
+def test_two_processes_on_one_study(tmp_path: Path) -> None:
+    assert together(run_here, (str(tmp_path),), (str(tmp_path),)) == [0, 0]
+    rows = results.read_rows(tmp_path)
+    assert {row["cell"] for row in rows} == {cell.name for cell in make().cells()}
+    for row in rows:
+        Plan.load(tmp_path / row["plan"])
+    assert not [p for p in tmp_path.rglob("*") if p.suffix in (".part", ".work", ".lock")]
+
+
+def hungry(cell: Any, out: str) -> None:
+    """As the kernel does with a process that takes too much memory."""
+    if cell.entry.label == "alds":
+        os.kill(os.getpid(), signal.SIGKILL)
+    cells.run_cell(cell, out)
+
+
+@pytest.mark.trust
+@pytest.mark.parametrize("kind", ["pool", "ray"])
+def test_a_killed_worker_leaves_every_row_or_a_row_that_says_why(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker of some cells is killed whenever they run: their rows say so, and the others are done."""
+    if kind == "ray":
+        pytest.importorskip("ray")
+    here = Path(__file__).parents[1]
+    source = str(Path(runner.__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "trust"), source]))
+    monkeypatch.setattr(runner, "run_cell", hungry)
+    monkeypatch.setattr(workers, "RETRIES", 1)
+    monkeypatch.syspath_prepend(str(here / "trust"))
+    monkeypatch.setattr(hungry, "__module__", "test_concurrent")
+    place = (lambda count: workers.Pool(1)) if kind == "pool" else (lambda count: workers.Ray("local", 1))
+    outcome = runner.run_study(make(), tmp_path, place)
+    rows = {row["cell"]: row for row in results.read_rows(tmp_path)}
+    assert set(rows) == {cell.name for cell in make().cells()}
+    for row in rows.values():
+        assert row["status"] == ("failed" if row["label"] == "alds" else "done"), row.get("error")
+    assert all("died" in r["error"] or "Ray lost it" in r["error"] for r in rows.values() if r["status"] == "failed")
+    assert len(outcome.failed) == 2
+    monkeypatch.undo()
+    again = runner.run_study(make(), tmp_path, lambda count: workers.Here(), again=True)
+    assert (len(again.before), len(again.done), again.failed) == (2, 2, [])

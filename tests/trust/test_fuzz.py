@@ -1,0 +1,219 @@
+"""Files of strangers: a sample of the fuzzing, every byte cut off, every bit of a header flipped, and extremes."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import pytest
+
+import rankwise as rw
+from rankwise.core import files
+from rankwise.errors import RankwiseError
+from rankwise.planning.plan import Plan
+from rankwise.studies.study_file import read_study
+from rankwise.training import results, resume
+from sentences import check_sentence
+from trust import fuzz
+
+EXPECTED = ("training-state", "weights")  # of another training, or of half a network
+HEADERS = [name for name, target in fuzz.TARGETS.items() if target.structured is fuzz.mutate_safetensors]
+
+
+@pytest.mark.parametrize("name", fuzz.TARGETS)
+def test_mutations_are_read_or_refused(name: str) -> None:
+    found = fuzz.mutations(fuzz.TARGETS[name], runs=250)
+    assert not found.violations
+    assert found.inputs == 250
+
+
+@pytest.mark.parametrize("name", fuzz.TARGETS)
+def test_the_seeds_are_good(name: str) -> None:
+    """Otherwise mutations would never get far."""
+    for data in fuzz.corpus(name):
+        with suppress(RankwiseError) if name in EXPECTED else nullcontext():
+            fuzz.TARGETS[name].run(data)
+
+
+@pytest.mark.parametrize("name", fuzz.TARGETS)
+def test_cut_off_anywhere(name: str) -> None:
+    target, data = fuzz.TARGETS[name], fuzz.corpus(name)[0]
+    fuzz.warm(target)
+    for end in range(0, len(data), 1 if len(data) < 700 else 3):
+        fuzz.try_one(target, data[:end])
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_every_bit_of_a_header(name: str) -> None:
+    target, data = fuzz.TARGETS[name], fuzz.corpus(name)[0]
+    fuzz.warm(target)
+    size = 8 + struct.unpack("<Q", data[:8])[0]
+    for bit in range(0, 8 * size, 1 if size < 300 else 7):
+        content = bytearray(data)
+        content[bit // 8] ^= 1 << bit % 8
+        fuzz.try_one(target, bytes(content))
+
+
+# What fuzzing found, each kept here.
+
+
+def test_a_study_of_a_billion_cells_is_refused_at_once(tmp_path: Path) -> None:
+    study = (fuzz.CORPUS / "study" / "iterate.bin").read_text()
+    for text in (
+        "keeps = { first = 0.9, last = 0.1, count = 1000000000 }\n" + study.replace("keeps", "#"),
+        study.replace("count = 3", "count = 10000000000"),
+        study.replace("repeats = 2", "repeats = 1000000000000"),
+        study.replace("repeats = 2", "repeats = 2\nseed = " + "9" * 5000),
+        study.replace("repeats = 2", "paper = " + "[" * 5000),
+        study.replace("retrain = 0.5", "retrain = 0x" + "f" * 400),
+    ):
+        (tmp_path / "s.toml").write_text(text)
+        check_sentence(lambda: read_study(tmp_path / "s.toml"))
+
+
+def test_a_shape_of_texts_in_a_table_is_refused() -> None:
+    """Multiplied by a number of filters it would be a text of gigabytes."""
+    header = json.loads(fuzz.corpus("table-header")[0])
+    header["coverage"]["layers"][0] |= {"kernel": "0x10", "filters": 2147483648}
+    with pytest.raises(RankwiseError, match="kernel"):
+        fuzz.table_header(json.dumps(header).encode())
+
+
+@pytest.mark.parametrize("change", [{"repeat": []}, {"retrain": {}}, {"reference": 1e300}, {"seed": {}}, {"keep": [1]}])
+def test_rows_that_could_not_be_drawn_are_refused(change: dict[str, object], tmp_path: Path) -> None:
+    row = json.loads(fuzz.corpus("row")[0])
+    (tmp_path / "a.json").write_text(json.dumps(row | change))
+    check_sentence(lambda: results.read_rows(tmp_path))
+
+
+def test_a_row_without_a_unit_is_in_params(tmp_path: Path) -> None:
+    row = json.loads(fuzz.corpus("row")[0])
+    del row["unit"]
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert results.read_rows(tmp_path)[0]["unit"] == "params"
+
+
+# Extremes: in a process that may have so much memory and so much time.
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]), int(sys.argv[1])))
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+import rankwise as rw
+from rankwise.errors import RankwiseError
+from rankwise.training import resume
+from pathlib import Path
+try:
+    path = Path(sys.argv[3])
+    {"plan": rw.Plan.load, "table": rw.Table.load, "state": lambda p: resume.loads(resume.files.read(p, None), str(p))}[sys.argv[2]](path)
+except RankwiseError as err:
+    print("refused:", str(err)[:300])
+else:
+    print("read")
+"""  # noqa: E501
+
+
+def limited(kind: str, path: Path, gigabytes: float = 3) -> str:
+    command = [sys.executable, "-c", LIMITED, str(int(gigabytes * 2**30)), kind, str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def with_header(text: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def extremes(name: str) -> tuple[str, bytes]:
+    plan = json.loads(fuzz.corpus("plan")[0])
+    metadata = b'{"__metadata__":{"rankwise-table":"' + b"x" * (10**8 - 100) + b'"}}'
+    if name == "a header of 100 MB":
+        return "table", with_header(metadata)
+    if name == "a header of 100 MB that is a state":
+        return "state", with_header(metadata.replace(b"rankwise-table", b"rankwise-state"))
+    if name == "a header that says 2**62 bytes":
+        return "table", struct.pack("<Q", 2**62) + b"{}"
+    if name == "a number of 200 million digits":
+        return "plan", b'{"format": ' + b"9" * (2 * 10**8) + b"}"
+    if name == "a file of more than the limit":
+        return "plan", b" " * (files.LIMIT + 1)
+    if name == "a million layers":
+        entry = {"name": "", "kind": "a", "params": 1, "reason": "b"}
+        texts = [json.dumps({**entry, "name": str(i)}) for i in range(10**6)]
+        return "plan", json.dumps({**plan, "layers": []}).replace(
+            '"layers": []', f'"layers": [{",".join(texts)}]'
+        ).encode()
+    if name == "a million nested lists":
+        return "plan", b'{"format": ' + b"[" * 10**6
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a header of 100 MB",
+        "a header that says 2**62 bytes",
+        "a file of more than the limit",
+        "a million nested lists",
+        pytest.param("a header of 100 MB that is a state", marks=pytest.mark.trust),
+        pytest.param("a number of 200 million digits", marks=pytest.mark.trust),
+        pytest.param("a million layers", marks=pytest.mark.trust),
+    ],
+)
+def test_extremes(name: str, tmp_path: Path) -> None:
+    kind, data = extremes(name)
+    (tmp_path / "file").write_bytes(data)
+    said = limited(kind, tmp_path / "file")
+    assert said.startswith("read" if name == "a million layers" else "refused:")
+
+
+def test_names_do_not_lead_out_of_a_folder(tmp_path: Path) -> None:
+    """Names of layers and cells are texts: nothing is opened or written by them."""
+    plan = json.loads(fuzz.corpus("plan")[0])
+    for name in ("../../x", "/etc/passwd", "__class__", "a\0b", "\u202e", "e\u0301"):
+        plan["layers"][0]["name"] = name
+        made = Plan.loads(json.dumps(plan))
+        assert made.layers[0].name == name
+        check_sentence(lambda made=made: rw.apply_plan(fuzz.pair(), made))
+    assert not list(tmp_path.iterdir())
+
+
+def test_devices_pipes_and_links(tmp_path: Path) -> None:
+    (tmp_path / "device").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("device", "pipe", "loop", "."):
+        path = tmp_path / name
+        check_sentence(lambda p=path: Plan.load(p))
+        check_sentence(lambda p=path: rw.Table.load(p))
+    os.mkfifo(tmp_path / resume.FILE)
+    check_sentence(lambda: resume.read(tmp_path))
+
+
+def test_what_lies_at_the_place_of_our_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    """A link there, symbolic or hard, would let whoever made the folder overwrite another file."""
+    plan = Plan.loads(fuzz.corpus("plan")[0])
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "plan.json.part").symlink_to(tmp_path / "mine")
+    plan.save(tmp_path / "plan.json")
+    os.link(tmp_path / "mine", tmp_path / "plan.json.part")
+    plan.save(tmp_path / "plan.json")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert not (tmp_path / "plan.json.part").exists()
+
+
+def test_executions_would_be_noticed() -> None:
+    def run(data: bytes) -> None:
+        os.system("true")
+
+    fuzz.watch_for_executions()
+    with pytest.raises(fuzz.Executed):
+        fuzz.try_one(fuzz.Target("bad", run, fuzz.mutate_json), b"")
