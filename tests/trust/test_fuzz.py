@@ -197,6 +197,16 @@ def test_devices_pipes_and_links(tmp_path: Path) -> None:
     check_sentence(lambda: resume.read(tmp_path))
 
 
+def test_a_training_state_may_be_larger_than_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only texts have a limit: a state is as large as the network and its optimiser."""
+    data = fuzz.corpus("training-state")[0]
+    (tmp_path / resume.FILE).write_bytes(data)
+    monkeypatch.setattr(files.read, "__defaults__", (len(data) - 1,))
+    with pytest.raises(RankwiseError, match="at most"):
+        files.read(tmp_path / resume.FILE)
+    assert resume.read(tmp_path) == data
+
+
 def test_what_lies_at_the_place_of_our_temporary_file_is_not_followed(tmp_path: Path) -> None:
     """A link there, symbolic or hard, would let whoever made the folder overwrite another file."""
     plan = Plan.loads(fuzz.corpus("plan")[0])
