@@ -10,6 +10,7 @@ import io
 import os
 import resource
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -21,7 +22,6 @@ from typing import Any
 
 import made_rows
 from rankwise.__main__ import main
-from rankwise.cli import compress
 from rankwise.cli import demo as demos
 from rankwise.deploy.export import open_exported
 from rankwise.models import networks
@@ -346,11 +346,13 @@ def shortened() -> Iterator[None]:
     for name, value in zip(before, (("auto",), (0.5,), (), 1, 1, 1), strict=True):
         setattr(demos, name, value)
     demos.SHOWN, shown = ("auto", 0.5), demos.SHOWN
-    seconds, compress.SECONDS = compress.SECONDS, (0.0, 0.0)
+    commands = [module for name, module in sys.modules.items() if name.startswith("rankwise.cli.")]
+    timed = next(m for m in commands if hasattr(m, "SECONDS"))
+    seconds, timed.SECONDS = timed.SECONDS, (0.0, 0.0)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        demos.SHOWN, compress.SECONDS = shown, seconds
+        demos.SHOWN, timed.SECONDS = shown, seconds  # type: ignore[attr-defined]
         for name, value in before.items():
             setattr(demos, name, value)
 
