@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch.nn import functional as F
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.calibration import effect_table, fit, output_metric, synthetic
-from rankwise.calibration.inputs import CALIBRATION, Inputs
+from rankwise.calibration.inputs import CALIBRATION, MOST_ASIDE, Inputs
+from rankwise.calibration.lockstep import Gate
 from rankwise.calibration.output_metric import influences
 from rankwise.compression import Compression, Request
 from rankwise.data import splits as images
@@ -121,7 +123,7 @@ class Untouched:
 
 
 def influence_of(model: nn.Module, batches: Any, example: Any = None) -> dict[str, output_metric.Influence]:
-    return influences(model, batches, list(rw.find_layers(model, example).layers), 10_000)
+    return influences(model, batches, list(rw.find_layers(model, example).layers), 10_000, means=False)
 
 
 def spread_of(y: Tensor) -> float:
@@ -141,15 +143,67 @@ def check_close(got: Tensor, wanted: Tensor, share: float = 0.1) -> None:
     assert float((got - wanted).norm() / wanted.norm()) < share
 
 
+def tailed() -> nn.Module:
+    """A ReLU in place, a grouped convolution, and an end that is no layer."""
+    return seeded(
+        lambda: nn.Sequential(
+            *(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 6, 2, groups=2), nn.ReLU(inplace=True), nn.Flatten()),
+            *(nn.Linear(6 * 9, 5), nn.Tanh()),
+        )
+    ).double()
+
+
+def test_moments_of_gammas_are_those_of_exact_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E over v of Γ Γᵀ and Γᵀ Γ is a sum over outputs of their exact gradients with respect to the weight."""
+    monkeypatch.setattr(output_metric, "DRAWS", 400)
+    monkeypatch.setattr(output_metric, "INPUTS", 10**6)
+    model = tailed()
+    clean = copy.deepcopy(model)
+    clean[3] = nn.ReLU()
+    x = torch.randn(12, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = influence_of(model, list(torch.split(x, 5)), x)
+    for name in ("0", "2", "5"):
+        layer = clean[int(name)]
+        groups = getattr(layer, "groups", 1)
+        outer: Any = 0
+        inner: Any = 0
+        for one in x:
+
+            def output(weight: Tensor, one: Tensor = one, name: str = name) -> Tensor:
+                return torch.func.functional_call(clean, {f"{name}.weight": weight}, (one[None],))[0]  # type: ignore[no-any-return]
+
+            gradient = jacobian(output, layer.weight.detach())  # (outputs, f, …)
+            gammas = gradient.reshape(5, groups, layer.weight.shape[0] // groups, -1)
+            outer = outer + torch.einsum("ogfd,oged->gfe", gammas, gammas) / len(x)
+            inner = inner + torch.einsum("ogfd,ogfe->gde", gammas, gammas) / len(x)
+        scale = spread_of(clean(x))
+        check_close(found[name].both.outer, outer / scale)
+        check_close(found[name].both.moment, inner / scale)
+
+
+def test_the_effect_of_a_change_is_that_of_its_gamma() -> None:
+    """In front of a mean over positions, an error that is alike everywhere moves the outputs as if it were one."""
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 6, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)))
+    calm = torch.randn(96, 3, 1, 1, generator=torch.Generator().manual_seed(0)).expand(-1, -1, 7, 7).contiguous()
+    found = influence_of(model, [calm], calm)["0"]
+    change = torch.randn(6, 3, generator=torch.Generator().manual_seed(2)).double()
+    other = copy.deepcopy(model)
+    other[0].weight.data += change.float()[:, :, None, None]
+    real = moved(model, other, calm) * 4 / spread_of(model(calm))
+    both = found.both
+    outer = both.outer[0].double() / float(both.outer.diagonal(dim1=1, dim2=2).sum())
+    foretold = float((outer * (change @ both.moment[0].double() @ change.t())).sum())
+    single = float((both.metric[0].double() * (change @ found.seen.second_moment[0].double() @ change.t())).sum())
+    assert 0.6 < foretold / real < 1.6
+    assert single < real / 20, "positions one by one: a part of 49"
+    assert both.alike > 0.95
+
+
 def test_the_metric_is_that_of_the_exact_jacobian(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a network with a ReLU and a grouped convolution; v is drawn, so only up to the noise of the draws."""
     monkeypatch.setattr(output_metric, "DRAWS", 400)
-    model = seeded(
-        lambda: nn.Sequential(
-            *(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 6, 2, groups=2), nn.ReLU(inplace=True), nn.Flatten()),
-            nn.Linear(6 * 9, 5),
-        )
-    ).double()
+    monkeypatch.setattr(output_metric, "INPUTS", 10**6)
+    model = tailed()
     x = torch.randn(12, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = influence_of(model, list(torch.split(x, 5)), x)
     assert list(found) == ["0", "2", "5"]
@@ -161,11 +215,11 @@ def test_the_metric_is_that_of_the_exact_jacobian(monkeypatch: pytest.MonkeyPatc
             z = clean[: i + 1](x)
         wanted = exact_metric(clean[i + 1 :], z, dims) / spread_of(clean(x))
         if name == "2":
-            assert found[name].metric.shape == (2, 3, 3)
+            assert found[name].both.metric.shape == (2, 3, 3)
             for g in range(2):
-                check_close(found[name].metric[g], wanted[3 * g : 3 * g + 3, 3 * g : 3 * g + 3])
+                check_close(found[name].both.metric[g], wanted[3 * g : 3 * g + 3, 3 * g : 3 * g + 3])
         else:
-            check_close(found[name].metric[0], wanted)
+            check_close(found[name].both.metric[0], wanted)
 
 
 def test_the_metric_of_a_linear_network_is_that_of_its_matrices() -> None:
@@ -173,10 +227,11 @@ def test_the_metric_of_a_linear_network_is_that_of_its_matrices() -> None:
     x = torch.randn(20_000, 5, generator=torch.Generator().manual_seed(0))
     found = influence_of(model, [x[:12_000], x[12_000:]])
     b = model[1].weight.detach().double()
-    check_close(found["0"].metric[0], b.t() @ b / spread_of(model(x)), 0.05)
-    check_close(found["1"].metric[0], torch.eye(4, dtype=torch.float64) / spread_of(model(x)), 0.05)
-    assert found["0"].seen.count == 2 * output_metric.ROWS * 5  # not all of them are needed
-    check_close(found["0"].seen.second_moment[0], (x.double().t() @ x.double()) / len(x), 0.2)
+    check_close(found["0"].both.metric[0].double(), b.t() @ b / spread_of(model(x)), 0.05)
+    assert found["1"].is_output, "its metric is known without drawing"
+    assert not found["0"].is_output
+    assert found["0"].seen.count == len(x) - 2 * MOST_ASIDE
+    check_close(found["0"].seen.second_moment[0].double(), (x.double().t() @ x.double()) / len(x), 0.2)
 
 
 def test_the_outputs_move_as_foretold() -> None:
@@ -193,11 +248,16 @@ def test_the_outputs_move_as_foretold() -> None:
         if kind.transposed:
             continue  # its positions overlap in the moments: every tap is an output of its own
         flat = change.reshape(kind.groups, kind.group_filters, -1)
-        delta = flat @ one.seen.second_moment @ flat.transpose(1, 2)
-        foretold = float((one.metric * delta).sum())
+        if one.is_output:
+            foretold = float((flat @ one.seen.second_moment @ flat.transpose(1, 2)).diagonal(dim1=1, dim2=2).sum())
+            foretold /= one.variance
+        else:
+            both = one.both
+            delta = flat @ both.moment @ flat.transpose(1, 2)
+            foretold = float((both.outer * delta).sum() / both.outer.diagonal(dim1=1, dim2=2).sum())
         with torch.no_grad():
             real = float((other(x) - model(x)).square().sum(1).mean()) / spread_of(model(x))
-        assert 0.2 < foretold / real < 5, name  # positions are taken as independent
+        assert 0.3 < foretold / real < 3, name
 
 
 def test_frozen_parameters_are_no_obstacle() -> None:
@@ -211,7 +271,7 @@ def test_frozen_parameters_are_no_obstacle() -> None:
         got = influence_of(frozen, [x], x)
         watch.check()
         for name, one in wanted.items():
-            torch.testing.assert_close(got[name].metric, one.metric)
+            torch.testing.assert_close(got[name].both.metric, one.both.metric)
 
 
 def test_it_works_inside_no_grad_and_inference_of_the_caller() -> None:
@@ -219,7 +279,7 @@ def test_it_works_inside_no_grad_and_inference_of_the_caller() -> None:
     wanted = influence_of(model, [x], x)
     with torch.no_grad():
         got = influence_of(model, [x], x)
-    torch.testing.assert_close(got["0"].metric, wanted["0"].metric)
+    torch.testing.assert_close(got["0"].both.metric, wanted["0"].both.metric)
 
 
 def test_operations_in_place_change_nothing() -> None:
@@ -229,7 +289,8 @@ def test_operations_in_place_change_nothing() -> None:
     clean[2], clean[4] = nn.ReLU(), nn.ReLU()
     one, other = influence_of(model, [x], x), influence_of(clean, [x], x)
     for name in one:
-        torch.testing.assert_close(one[name].metric, other[name].metric)
+        torch.testing.assert_close(one[name].both.metric, other[name].both.metric)
+        torch.testing.assert_close(one[name].both.moment, other[name].both.moment)
         torch.testing.assert_close(one[name].seen.second_moment, other[name].seen.second_moment)
 
 
@@ -248,6 +309,7 @@ class Words(nn.Module):
 
 def test_integers_dicts_and_shared_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_metric, "DRAWS", 300)
+    monkeypatch.setattr(output_metric, "INPUTS", 10**6)
     model = seeded(Words)
     tokens = torch.randint(20, (16, 3), generator=torch.Generator().manual_seed(0))
     watch = Untouched(model)
@@ -258,8 +320,8 @@ def test_integers_dicts_and_shared_layers(monkeypatch: pytest.MonkeyPatch) -> No
     scale = spread_of(torch.cat([out["logits"], out["more"][0]], dim=1))
     # a position moves the logits by a third of last, and the first position is itself an answer
     second = last.t() @ last / 3 + torch.eye(16, dtype=torch.float64)
-    check_close(found["shared"].metric[0], (second + w.t() @ second @ w) / scale)
-    check_close(found["last"].metric[0], torch.eye(12, dtype=torch.float64) / scale)
+    check_close(found["shared"].both.metric[0].double(), (second + w.t() @ second @ w) / scale)
+    check_close(found["last"].both.metric[0].double(), torch.eye(12, dtype=torch.float64) / scale)
     small, plan = rw.compress(model, tokens, keep=0.8, data=[tokens])
     assert "unused" not in {c.name for c in plan.choices}
     assert numel(small) == plan.after.params
@@ -329,7 +391,7 @@ def test_a_number_for_the_whole_batch_is_not_a_batch() -> None:
     x = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
     found = influence_of(model, [x], x)
     scale = spread_of(model(x)[1])
-    check_close(found["last"].metric[0], torch.eye(12, dtype=torch.float64) / scale, 0.4)
+    check_close(found["last"].both.metric[0].double(), torch.eye(12, dtype=torch.float64) / scale, 0.5)
 
 
 def test_attention() -> None:
@@ -337,8 +399,8 @@ def test_attention() -> None:
     model = seeded(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)).eval()
     x = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(0))
     small, plan = rw.compress(model, x[:1], keep=0.8, data=[x])
-    assert {c.decomposition for c in plan.choices} == {"whitened"}
-    assert moved(model, small, x) < moved(model, as_svd(model, plan), x)
+    assert {c.decomposition for c in plan.choices} <= {"whitened", "svd"}
+    assert moved(model, small, x) <= moved(model, as_svd(model, plan), x)
 
 
 # ---- the whole job ---------------------------------------------------------------------------------------
@@ -355,7 +417,7 @@ def test_the_whole_job(budget: dict[str, float], with_data: bool, tmp_path: Path
     assert plan.method == "auto"
     assert plan.search.inputs == ("calibration" if with_data else "synthetic")
     assert plan.choices
-    assert {c.decomposition for c in plan.choices} <= {"whitened", "whitened-tucker2"}
+    assert {c.decomposition for c in plan.choices} <= {"whitened", "whitened-tucker2", "svd"}
     assert plan.settings["error"] == "effect"
     assert all(c.error["effect"] >= 0 for c in plan.choices)
     assert numel(small) == plan.after.params
@@ -564,7 +626,7 @@ def test_one_image_and_dead_channels_are_enough() -> None:
     model[1].bias.data[:5] = -1
     small, plan = rw.compress(model, x, keep=0.5, data=[x])
     assert plan.search.inputs == "calibration"
-    assert not plan.warnings
+    assert "too few to hold some out" in plan.warnings[0]
     assert bool(torch.isfinite(small(x)).all())
     model[1].bias.data[:] = -1  # nothing gets through
     model[1].weight.data[:] = 0
@@ -583,7 +645,7 @@ def test_other_dtypes(digits: nn.Module, seen: list[Tensor], held_out: Tensor, d
     model = model.to(dtype)
     small, plan = rw.compress(model, seen[0][:1], keep=0.25, data=seen)
     assert all(p.dtype == dtype for p in small.parameters())
-    assert not plan.warnings
+    assert all("new inputs" in warning for warning in plan.warnings)
     assert "conv2" in {c.name for c in plan.choices}
     with torch.no_grad():
         assert float((small(held_out.to(dtype)).argmax(1) == digits(held_out).argmax(1)).float().mean()) > 0.9
@@ -675,48 +737,68 @@ def test_layers_are_fitted_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(Backwards)
     x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
     order: list[str] = []
-    real = fit._side_by_side
+    real = fit._Crowd.gather
 
-    def watched(model: nn.Module, small: nn.Module, tasks: Any, *rest: Any) -> Any:
-        order.append("+".join(layer.name for _, layer in tasks))
-        return real(model, small, tasks, *rest)
+    def watched(crowd: Any, layer: Any) -> Any:
+        order.append(layer.name)
+        return real(crowd, layer)
 
-    monkeypatch.setattr(fit, "_side_by_side", watched)
+    monkeypatch.setattr(fit._Crowd, "gather", watched)
     small, plan = rw.compress(model, x[:1], keep=0.5, data=[x])
     assert {c.name for c in plan.choices} == {"first", "second", "third"}
     assert order == ["first", "second", "third"]
     assert moved(model, small, x) < moved(model, as_svd(model, plan), x)
-    for passes, wanted in ((2, ["first", "second+third"]), (1, ["first+second+third"])):
-        order.clear()
-        monkeypatch.setattr(fit, "WORK", passes * 2 * 200 * 3 * 16 * 16)
-        fewer, _ = rw.compress(model, x[:1], keep=0.5, data=[x])
-        assert order == wanted
-        assert moved(model, small, x) <= moved(model, fewer, x) < moved(model, as_svd(model, plan), x)
 
 
-def test_what_follows_a_layer_is_not_run_to_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both networks only what leads to a layer, and the same network as if all had run."""
+def test_all_layers_are_fitted_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The original network runs once over the inputs, however many layers there are."""
     model = seeded(Backwards)
     x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
-    parts = list(x.split(40))
-    job = Compression(model, x[:1], data=parts)
+    job = Compression(model, x[:1], data=list(x.split(40)))
     plan = job.plan(rw.Budget(params=0.5))
     assert {c.name for c in plan.choices} == {"first", "second", "third"}
-    runs, forward = 0, F.linear
+    rows, forward = 0, F.linear
 
     def counted(*given: Any) -> Tensor:
-        nonlocal runs
-        runs += given[1] is model.third.weight  # type: ignore[union-attr]
+        nonlocal rows
+        rows += len(given[0]) * (given[1] is model.third.weight)  # type: ignore[union-attr]
         return forward(*given)
 
     monkeypatch.setattr(F, "linear", counted)
     small, _ = job.build(plan)
-    first_batches = 3  # one for each layer, where the original network shows how often it is called
-    assert runs == 1 + first_batches + len(parts) - 1  # and one to find the order
-    real = fit._calls
-    monkeypatch.setattr(fit, "_calls", lambda network, layers, _often, batch: real(network, layers, {}, batch))
-    whole, _ = job.build(plan)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), small.parameters(), strict=True))
+    inputs = job.seen(plan).inputs
+    assert inputs is not None
+    order, judging = 1, 2 * len(inputs.check)
+    assert rows <= order + len(inputs.fitted) + judging
+    assert not any(isinstance(m, Gate) for m in small.modules())
+
+
+@pytest.mark.parametrize("held", [0, 1 << 12, 1 << 30])
+def test_passes_that_cannot_all_be_held_join_later_or_are_dropped(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little may be held, every layer is fitted, and no thread is left behind."""
+    monkeypatch.setattr(fit, "HELD", held)
+    monkeypatch.setattr(fit, "PIECE", 1 << 8)
+    model, x = mixed(), random_images(40)
+    before = threading.active_count()
+    small, plan = rw.compress(model, x[:1], keep=0.5, data=[x])
+    assert threading.active_count() == before
+    assert numel(small) == plan.after.params
+    assert bool(torch.isfinite(small(x)).all())
+
+
+def test_a_network_that_fails_in_the_middle_of_a_fit_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = seeded(Backwards)
+    x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
+    job = Compression(model, x[:1], data=[x])
+    plan = job.plan(rw.Budget(params=0.5))
+    before = threading.active_count()
+
+    def broken(*_: Any) -> Any:
+        raise LinAlgError("no")
+
+    monkeypatch.setattr(fit, "_wanted", broken)
+    assert job.build(plan)[1].warnings
+    assert threading.active_count() == before
 
 
 def test_operations_in_place_do_not_spoil_the_fit(plain: nn.Module, seen: list[Tensor]) -> None:
@@ -915,9 +997,9 @@ def test_the_mean_of_an_error_costs_nothing(norm: bool) -> None:
     x = torch.randn(400, 12, generator=torch.Generator().manual_seed(0))  # so few that all of them are looked at
     centre = rw.compress(model, x[:1], keep=0.8, data=[x])[1].search.objective
     small, plan = rw.compress(model, x[:1], keep=0.8, data=[x + 5])
-    assert plan.search.objective == pytest.approx(centre, rel=1e-3)
+    assert plan.search.objective == pytest.approx(centre, rel=0.05)
     with torch.no_grad():
         gap = small(x + 5) - model(x + 5)
-    assert float(gap.mean(0).abs().max()) < 1e-4
+    assert float(gap.mean(0).abs().max()) < 0.05 * float(gap.std(0).max())
     assert float(gap.std(0).max()) > 1e-3, "something was removed"
     assert not norm or torch.equal(model[1].running_mean, torch.zeros(8)), "the original stays as it is"

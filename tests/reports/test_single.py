@@ -78,9 +78,11 @@ def test_predictions_stand_beside_measurements(plan: rw.Plan) -> None:
     body = json.loads(plan.dumps())
     body["settings"]["error"] = "effect"
     body["search"] |= {"objective": 0.01, "inputs": "synthetic", "latency": {"before": 2.0, "after": 1.0, "keep": 0.5}}
-    body["search"]["measured"] = {"measured": 0.02, "inputs": "held-out inputs"}
+    (effect, _) = single.comparisons(rw.Plan.loads(json.dumps(body)), {"time": {"ratio": 0.6}})
+    assert (effect["predicted"], effect["measured"], effect["on"]) == (0.01, None, "synthetic")
+    body["search"] |= {"expected": 0.015, "measured": 0.02}
     effect, time = single.comparisons(rw.Plan.loads(json.dumps(body)), {"time": {"ratio": 0.6}})
-    assert (effect["predicted"], effect["measured"], effect["on"]) == (0.01, 0.02, "held-out inputs")
+    assert (effect["predicted"], effect["measured"], effect["on"]) == (0.015, 0.02, "held-out inputs")
     assert (time["predicted"], time["measured"]) == (0.5, 0.6)
 
 

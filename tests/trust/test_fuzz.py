@@ -16,6 +16,7 @@ import rankwise as rw
 from rankwise.core import files
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Plan
+from rankwise.reports.tables import tables
 from rankwise.studies.study_file import read_study
 from rankwise.training import results, resume
 from sentences import check_sentence
@@ -89,6 +90,12 @@ def test_rows_that_could_not_be_drawn_are_refused(change: dict[str, object], tmp
     row = json.loads(fuzz.corpus("row")[0])
     (tmp_path / "a.json").write_text(json.dumps(row | change))
     check_sentence(lambda: results.read_rows(tmp_path))
+
+
+def test_rounds_without_a_score_have_no_table(tmp_path: Path) -> None:
+    row = json.loads(fuzz.corpus("row")[0]) | {"mode": "iterate", "round": 1, "reference": {"top5": None}}
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert tables(results.read_rows(tmp_path), (1.0,), False) == []
 
 
 def test_a_row_without_a_unit_is_in_params(tmp_path: Path) -> None:
@@ -195,6 +202,16 @@ def test_devices_pipes_and_links(tmp_path: Path) -> None:
         check_sentence(lambda p=path: rw.Table.load(p))
     os.mkfifo(tmp_path / resume.FILE)
     check_sentence(lambda: resume.read(tmp_path))
+
+
+def test_a_training_state_may_be_larger_than_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only texts have a limit: a state is as large as the network and its optimiser."""
+    data = fuzz.corpus("training-state")[0]
+    (tmp_path / resume.FILE).write_bytes(data)
+    monkeypatch.setattr(files.read, "__defaults__", (len(data) - 1,))
+    with pytest.raises(RankwiseError, match="at most"):
+        files.read(tmp_path / resume.FILE)
+    assert resume.read(tmp_path) == data
 
 
 def test_what_lies_at_the_place_of_our_temporary_file_is_not_followed(tmp_path: Path) -> None:

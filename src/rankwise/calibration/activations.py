@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +78,8 @@ def patches(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
 def spots_of(layer: Layer, given: Tensor, output: Tensor, most: int, random: torch.Generator) -> Tensor:
     """Numbers of at most so many places where a layer is applied, drawn at random: the same for all inputs of a batch.
 
-    Places of a convolution are those of its outputs, of a transposed one those of its inputs; of a linear layer they are
-    what lies between the first and the last axis.
+    Places of a convolution are those of its outputs, of a transposed one those of its inputs; of a linear layer they
+    are what lies between the first and the last axis.
     """
     if layer.dims and (layer.transposed or given.ndim == layer.dims + 2):
         total = math.prod((given if layer.transposed else output).shape[-layer.dims :])
@@ -101,7 +101,8 @@ def patches_at(layer: Layer, given: Tensor, spots: Tensor) -> Tensor:
         return torch.unflatten(samples, 1, (layer.groups, -1)).transpose(0, 1)
     windows = _windows(layer, given)
     sizes = windows.shape[2 : 2 + layer.dims]
-    chosen = windows[(slice(None), slice(None), *torch.unravel_index(spots, sizes))]  # (n, c, places, *taps)
+    where: tuple[Any, ...] = (slice(None), slice(None), *torch.unravel_index(spots, tuple(sizes)))
+    chosen = windows[where]  # (n, c, places, *taps)
     chosen = torch.unflatten(chosen, 1, (layer.groups, layer.group_channels))
     taps = [4 + a for a in range(layer.dims)]
     return chosen.permute(1, 0, 3, 2, *taps).reshape(layer.groups, -1, patch_size(layer))

@@ -35,7 +35,7 @@ def effect_table(
     weights = module_weights(model, coverage)
     for layer in coverage.layers:
         check_finite(weights[layer.name], layer.name)
-    found = influences(model, inputs, [layer for layer in coverage.layers], LARGEST, settings.seed, inputs.means)
+    found = influences(model, inputs, list(coverage.layers), LARGEST, settings.seed, inputs.means)
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
     table.decompositions = settings.decompositions
     for done, layer in enumerate(coverage.layers):

@@ -7,10 +7,11 @@ really gets and what the original layer gave:
 
     min_Ŵ E ‖S (y − Ŵ x̂)‖² = ‖S (W* − Ŵ) M̂^{1/2}‖² + const,   W* = E[y x̂ᵀ] M̂⁻¹,   M̂ = E[x̂ x̂ᵀ]
 
-So a layer makes up for the errors before it as far as it can. All layers are fitted in one pass (lockstep.py). W* of one
-half of the inputs is tried on the other: W + τ (W* − W) with the best τ there is what is fitted to, so few inputs change
-little. Where there is a bias, or a batch norm behind the layer, it takes up the mean of what is left, E[y] − Ŵ E[x̂], at
-no cost: then x̂ and y above are without their means. That, too, is drawn back by what one half says of the other.
+So a layer makes up for the errors before it as far as it can. All layers are fitted in one pass (lockstep.py). W* of
+one half of the inputs is tried on the other: W + τ (W* − W) with the best τ there is what is fitted to, so few inputs
+change little. Where there is a bias, or a batch norm behind the layer, it takes up the mean of what is left,
+E[y] − Ŵ E[x̂], at no cost: then x̂ and y above are without their means. That, too, is drawn back by what one half says
+of the other.
 
 Of both networks the one that is closer to the original on inputs that neither of them saw is kept.
 """
@@ -194,7 +195,7 @@ def _fit_in_order_(
 ) -> None:
     """All layers in one pass over the inputs; those that are not reached, or called twice, as they are in `closed`."""
     order = _order(model, tasks, inputs)
-    for choice, layer in tasks:
+    for _, layer in tasks:
         if layer.name not in order:
             swap_modules_(small, {small.get_submodule(layer.name): copy_model(closed.get_submodule(layer.name))})
     ordered = sorted((task for task in tasks if task[1].name in order), key=lambda task: order[task[1].name])
@@ -411,7 +412,8 @@ def _solved(moment: Tensor, cross: Tensor, plain: Tensor, share: float) -> Tenso
     """W* (G, f/G, d), drawn towards W as the moment is towards the identity."""
     whole = drawn(moment, max(share, 1e-4))
     wanted = (1 - share) * cross + plain @ (whole - (1 - share) * moment)
-    return torch.linalg.solve(whole, wanted.transpose(1, 2)).transpose(1, 2)
+    solved: Tensor = torch.linalg.solve(whole, wanted.transpose(1, 2)).transpose(1, 2)
+    return solved
 
 
 def _useful(plain: Tensor, solved: list[Tensor], halves: list[_Blend], metric: Tensor | None) -> float:

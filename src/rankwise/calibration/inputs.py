@@ -11,7 +11,7 @@ One image or one sequence is one sample, whatever the number of its positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,7 +36,7 @@ Rows = list[tuple[int, Tensor]]  # which samples of which batch
 class Portion:
     """Some samples of some batches; read as often as needed, a piece of a batch at a time."""
 
-    batches: list[Example]
+    sources: list[Example]
     rows: Rows
 
     def __iter__(self) -> Iterator[Example]:
@@ -48,25 +48,33 @@ class Portion:
         joined: Rows = []
         size, shape = 0, None
         for number, rows in self.rows:
-            batch = self.batches[number]
+            batch = self.sources[number]
             kind = (batch.shape[1:], batch.dtype) if isinstance(batch, Tensor) and samples_in(batch) > 0 else None
             most = _at_once(batch, entries)
             for some in torch.split(rows, most):
                 if joined and (kind is None or kind != shape or size + len(some) > most):
-                    yield Portion(self.batches, joined)
+                    yield Portion(self.sources, joined)
                     joined, size = [], 0
                 joined.append((number, some))
                 size, shape = size + len(some), kind
         if joined:
-            yield Portion(self.batches, joined)
+            yield Portion(self.sources, joined)
 
     def together(self) -> Example:
         """All samples as one batch; what `pieces` gives can be joined."""
-        parts = [_take(self.batches[number], rows) for number, rows in self.rows]
+        parts = [_take(self.sources[number], rows) for number, rows in self.rows]
         return _laid_out(parts[0] if len(parts) == 1 else torch.cat(parts))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return sum(len(rows) for _, rows in self.rows)
+
+    def source_of(self, sample: int) -> int:
+        """The number of the batch that a sample of this portion is from."""
+        for number, rows in self.rows:
+            if sample < len(rows):
+                return number
+            sample -= len(rows)
+        return self.rows[-1][0]
 
     def first(self, count: int) -> Portion:
         """At most so many samples, the first ones."""
@@ -75,14 +83,14 @@ class Portion:
             if count > 0:
                 found.append((number, rows[:count]))
                 count -= len(found[-1][1])
-        return Portion(self.batches, found)
+        return Portion(self.sources, found)
 
     def __add__(self, other: Portion) -> Portion:
         """The samples of both, those of one batch together."""
         joined: dict[int, list[Tensor]] = {}
         for number, rows in (*self.rows, *other.rows):
             joined.setdefault(number, []).append(rows)
-        return Portion(self.batches, [(number, torch.cat(parts).sort()[0]) for number, parts in sorted(joined.items())])
+        return Portion(self.sources, [(number, torch.cat(parts).sort()[0]) for number, parts in sorted(joined.items())])
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +171,7 @@ def _by_batch(samples: Tensor, sizes: list[int]) -> Rows:
     samples = samples.sort()[0]
     which = torch.bucketize(samples, ends, right=True)
     starts = ends - torch.tensor(sizes)
-    return [(int(b), samples[which == b] - starts[b]) for b in which.unique()]
+    return [(b, samples[which == b] - starts[b]) for b in sorted(set(which.tolist()))]
 
 
 def _at_once(batch: Example, entries: int) -> int:
@@ -200,10 +208,3 @@ def _laid_out(batch: Example) -> Example:
     if isinstance(batch, Tensor) and batch.ndim == 4 and batch.is_floating_point():
         return batch.contiguous(memory_format=torch.channels_last)
     return batch
-
-
-def whole_batches(data: Data) -> Iterable[Example]:
-    """All of the data, a piece of a batch at a time."""
-    found = list(batches(data))
-    rows = [(i, torch.arange(samples_in(batch))) for i, batch in enumerate(found)]
-    return Portion(found, rows)

@@ -1,11 +1,12 @@
 """How much the network's outputs move when a layer's weight changes, and what the layer sees.
 
-A change ΔW of a layer's weight moves the outputs of one input by Σ_p J_p ΔW x_p to first order, summed over the positions
-p where the layer is applied. For v drawn from N(0, I) and g_p the gradient of v · output at the layer's outputs,
+A change ΔW of a layer's weight moves the outputs of one input by Σ_p J_p ΔW x_p to first order, summed over the
+positions p where the layer is applied. For v drawn from N(0, I) and g_p the gradient of v · output at the layer's
+outputs,
 
     E ‖Δ out‖² = E ⟨ΔW, Γ⟩²,   Γ = Σ_p g_p x_pᵀ,
 
-one matrix for each input. Its second moments are taken as a product of two factors (as in Kronecker-factored curvature):
+one matrix for each input. Its second moments are taken as a product of two factors (Kronecker-factored curvature):
 
     E ‖Δ out‖² ≈ tr(metric · ΔW · moment · ΔWᵀ),   moment = E[ΓᵀΓ],   metric = E[ΓΓᵀ] / E ‖Γ‖²
 
@@ -99,8 +100,8 @@ class Influence:
     """What the inputs say of a layer, in two halves; `seen` is of both together.
 
     Moments are relative to the `variance` of the network's outputs, which is the same for all layers. Where a patch has
-    too many entries for a covariance, `seen` is of single entries and `whole` is False. `centred` is whether the mean of
-    an error can be made up for, so that only what varies is lost: by the layer's bias, or without one by the running
+    too many entries for a covariance, `seen` is of single entries and `whole` is False. `centred` is whether the mean
+    of an error can be made up for, so that only what varies is lost: by the layer's bias, or without one by the running
     mean of the batch norm `norm` that follows. Outputs of a transposed convolution differ in how many inputs they see:
     one bias would not do. `is_output` is whether the layer's outputs are those of the network.
     """
@@ -126,12 +127,14 @@ class Influence:
         """The halves together."""
         parts = [half for half in self.halves if half.gammas]
         total = max(1, sum(half.gammas for half in parts))
-        sums = [
+        sums: list[Tensor] = [
             sum((getattr(half, name) * (half.gammas / total) for half in parts), start=torch.zeros(()))
             for name in ("metric", "moment", "outer")
         ]
         pulls = [sum(half.pulls[i] for half in self.halves) for i in (0, 1)]
-        return Half(self.seen, *sums, self.samples, total, self.halves[0].places, (pulls[0], pulls[1]))
+        metric, moment, outer = sums
+        places = self.halves[0].places
+        return Half(self.seen, metric, moment, outer, self.samples, total, places, (pulls[0], pulls[1]))
 
 
 def influences(
@@ -149,7 +152,8 @@ def influences(
     answers: dict[int, Spread] = {}
     with undisturbed(model), ExitStack() as hung:
         for number, half in enumerate(inputs.halves):
-            for batch in half:
+            for piece in half.pieces():
+                batch, walk.piece = piece.together(), piece
                 if not walk.batch:
                     if means:
                         _find_means(model, batch, layers, found)
@@ -160,7 +164,7 @@ def influences(
     for one in found.values():
         one.variance = variance
         for mine in one.halves:
-            mine.divided(variance * max(1, mine.gammas) * DRAWS)
+            mine.divided(variance * max(1, mine.gammas))
     return found
 
 
@@ -177,13 +181,14 @@ class _Walk:
     ) -> None:
         self.model, self.layers, self.found, self.count, self.random = model, layers, found, count, random
         self.batch = self.half = 0
+        self.piece = Portion([], [])
         self.drawn = [0, 0]
         self.calls: dict[str, list[tuple[Tensor, Tensor]]] = {}  # inputs and outputs
 
     def look(self, layer: Layer, call: Seen) -> Tensor | None:
         one = self.found[layer.name]
         rows = self.rows(layer, call.given.detach(), call.output.detach())
-        check_finite(rows, self.batch, layer.name)
+        self.check_finite(rows, layer.name)
         one.halves[self.half].seen.add_quickly(rows if one.whole else rows.reshape(len(rows), -1, 1))
         if not torch.is_grad_enabled():
             return None
@@ -191,6 +196,13 @@ class _Walk:
         kept = output if output.requires_grad else output.detach().requires_grad_()
         self.calls.setdefault(layer.name, []).append((call.given.detach(), kept))
         return kept.clone()  # what follows may work in place
+
+    def check_finite(self, rows: Tensor, name: str) -> None:
+        """Refuse NaN and infinity, with the number of the batch that they come from."""
+        bad = ~torch.isfinite(rows).all(dim=2).all(dim=0)
+        if bool(bad.any()):
+            each = max(1, len(bad) // max(1, len(self.piece)))
+            check_finite(rows, 1 + self.piece.source_of(int(bad.nonzero()[0]) // each), name)
 
     def rows(self, layer: Layer, given: Tensor, output: Tensor) -> Tensor:
         """Some of the patches (G, n, d), at places drawn for the batch."""
@@ -223,11 +235,10 @@ class _Walk:
             calls = self.calls.get(layer.name, [])
             mine.is_output = len(calls) == len(answer) == 1 and _is_copy(answer[0], calls[0][1])
         for _ in range(DRAWS):
-            total = sum(
-                ((torch.randn(t.shape, generator=self.random).to(t) * t).sum() for t in tracked), start=torch.zeros(())
-            )
-            outs = [out for _, (_, out) in reached]
-            found = torch.autograd.grad(total, outs, retain_graph=DRAWS > 1, allow_unused=True)
+            drawn: list[Tensor] = [(torch.randn(t.shape, generator=self.random).to(t) * t).sum() for t in tracked]
+            outs = [call[1] for _, call in reached]
+            total = torch.stack([one.to(drawn[0]) for one in drawn]).sum()
+            found = torch.autograd.grad(total, outs, retain_graph=True, allow_unused=True)
             gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
             for (layer, (given, _)), gradient in zip(reached, found, strict=True):
                 if gradient is not None:
@@ -259,11 +270,12 @@ class _Walk:
             return
         given, gradient, share = pairs[0]
         if len(pairs) > 1:  # over all calls of the layer
-            given, gradient = (torch.cat([pair[i] for pair in pairs], dim=2) for i in (0, 1))
+            given = torch.cat([pair[0] for pair in pairs], dim=2)
+            gradient = torch.cat([pair[1] for pair in pairs], dim=2)
         sums = float(gradient.sum(2).square().sum()), float(gradient.square().sum())
         half.pulls = half.pulls[0] + share**2 * sums[0], half.pulls[1] + share * sums[1]
         if one.centred:
-            given = given.sub_(given.mean(dim=(1, 2), keepdim=True)) if layer.dims else given - given.mean((1, 2), True)
+            given = given - given.mean(dim=(1, 2), keepdim=True)
         step = max(1, UNFOLDED // max(1, given[:, 0].numel() + gradient[:, 0].numel()))
         for i in range(0, given.shape[1], step):
             moment, outer = _gammas(given[:, i : i + step], gradient[:, i : i + step])

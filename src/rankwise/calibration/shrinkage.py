@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rankwise.calibration.output_metric import Half, Influence, Shares
@@ -90,6 +92,17 @@ class _Evidence:
             return moment, None
         return moment, _towards(self.test_metric, self.calm_metric, share)
 
+    def spread(self, taps: int) -> _Evidence:
+        """With a metric of so many outputs for each filter."""
+
+        def each(metric: Tensor | None) -> Tensor | None:
+            if metric is None:
+                return None
+            same = torch.eye(taps, dtype=metric.dtype, device=metric.device)
+            return torch.stack([torch.kron(one, same) for one in metric])
+
+        return replace(self, test_metric=each(self.test_metric), calm_metric=each(self.calm_metric))
+
     def drawn(self, shares: Shares) -> tuple[Tensor, Tensor | None]:
         """Moment and root of the metric to fit with."""
         moment, metric = self.mixed(shares.calm)
@@ -137,6 +150,10 @@ def _halves(one: Influence) -> tuple[_Evidence, _Evidence] | None:
 def choose(layer: Layer, weight: Tensor, halves: tuple[_Evidence, _Evidence], least: float) -> Shares:
     """The shares with the least error of one half on the other, both ways, over all useful ranks of one slice."""
     matrices = precise(canonical(weight.detach(), layer).flatten(2)).to(halves[0].calm_moment)
+    if layer.transposed:  # every tap is an output of its own
+        taps = math.prod(layer.kernel)
+        matrices = torch.unflatten(matrices, 2, (-1, taps)).transpose(2, 3).flatten(1, 2)
+        halves = halves[0].spread(taps), halves[1].spread(taps)
     both = (halves, halves[::-1])
     size, count = halves[0].calm_moment.shape[-1], halves[0].samples
     closed = (size / (size + count), _oracle(halves[0].calm_moment, count))
@@ -144,11 +161,10 @@ def choose(layer: Layer, weight: Tensor, halves: tuple[_Evidence, _Evidence], le
     best, lowest = Shares(1.0, 1.0, 1.0), math.inf
     for calm in CALM if halves[0].test_moment is not halves[0].calm_moment else (0.0,):
         sides = [_Side(w, g, fitted, tested, calm) for fitted, tested in both for g, w in enumerate(matrices)]
-        moment = _least(inputs, lambda s, sides=sides: _loss(sides, s, FIRST))
+        moment, found = _least(inputs, partial(_loss, sides, FIRST))
         metric = FIRST
         if halves[0].test_metric is not None:
-            metric = _least(METRICS, lambda s, sides=sides, moment=moment: _loss(sides, moment, s))
-        found = _loss(sides, moment, metric)
+            metric, found = _least(METRICS, partial(_loss_by_metric, sides, moment))
         if found < lowest:
             best, lowest = Shares(moment, metric, calm), found
     return best
@@ -163,8 +179,8 @@ def _oracle(moment: Tensor, count: int) -> float:
     return float((top / bottom.clamp_min(1e-300)).clamp(0.01, 1).mean())
 
 
-def _least(candidates: Iterable[float], loss: Callable[[float], float]) -> float:
-    """The best of rising candidates; those behind a clear rise are not tried."""
+def _least(candidates: Iterable[float], loss: Callable[[float], float]) -> tuple[float, float]:
+    """The best of rising candidates and its loss; those behind a clear rise are not tried."""
     best, lowest = 1.0, math.inf
     for candidate in candidates:
         found = loss(candidate)
@@ -172,7 +188,7 @@ def _least(candidates: Iterable[float], loss: Callable[[float], float]) -> float
             best, lowest = candidate, found
         elif found > lowest + CLEAR:
             break
-    return best
+    return best, lowest
 
 
 class _Side:
@@ -187,6 +203,8 @@ class _Side:
         self.mean = float(moment.diagonal().mean())
         self.weigh = 1.0 if metric is None else float(metric.diagonal().mean())
         self.plain = weight.t() @ weight if self.tall else weight @ weight.t()
+        self.outer: Tensor | None
+        self.outer_test: Tensor | None
         if self.tall:
             self.outer, self.outer_test = moment, test
             self.inner = self.plain if metric is None else weight.t() @ metric @ weight
@@ -208,7 +226,11 @@ class _Side:
         return projection_errors(root, inner, self.outer_test, self.inner_test)
 
 
-def _loss(sides: list[_Side], moment: float, metric: float) -> float:
+def _loss_by_metric(sides: list[_Side], moment: float, metric: float) -> float:
+    return _loss(sides, metric, moment)
+
+
+def _loss(sides: list[_Side], metric: float, moment: float) -> float:
     """Mean over the ranks at which a pair is smaller than the matrix of log errors: every size of pair counts alike."""
     curves = np.sum([side.errors(moment, metric) for side in sides], axis=0)
     rows, columns = sides[0].shape

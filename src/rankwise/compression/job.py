@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
@@ -14,6 +14,7 @@ from rankwise.calibration.distill import read_effort, recover_
 from rankwise.calibration.effect_table import LARGEST
 from rankwise.calibration.fit import apply_fitted
 from rankwise.calibration.inputs import NOISE, find_inputs
+from rankwise.calibration.judge import judged, keep_if_better_, variance_in
 from rankwise.calibration.output_metric import influences
 from rankwise.calibration.synthetic import NoInputs
 from rankwise.compression.basis import ALONE, Basis, Ground, Observations, Tables, Watch, by_weights, failed, make_basis
@@ -73,6 +74,7 @@ class Compression:
         self._data, self._watch, self._tables, self._coverage = data, watch, tables, coverage
         self._read: object = None  # the data, where it can be read once only
         self._bases: dict[tuple[bool, bool], Basis] = {}
+        self._undone = False  # recovery that did not help
 
     # ---- what no budget changes
 
@@ -251,21 +253,38 @@ class Compression:
         return follow(self.model, plan, plain.seen.moments, self._known), plan
 
     def recover_(self, small: nn.Module, plan: Plan) -> None:
-        """So many steps, or seconds, of distillation from the original, as the request says (distill.py)."""
+        """So many steps, or seconds, of distillation from the original, as the request says (distill.py).
+
+        Where inputs are held out, it is undone if it does not help on them.
+        """
         if not self.request.recovers:
             return
-        inputs = self.seen(plan).inputs
-        data = self.ground.data if inputs is None else inputs.batches
+        seen = self.seen(plan)
+        inputs = seen.inputs
+        data = self.ground.data if inputs is None else inputs.fitted
         if data is None:
             raise RankwiseError(
                 "recovery learns from the original network's outputs, and there are no inputs: pass data= (or --data)"
             )
         with self.ground.stage("recovery") as report:
             told = None if report is None else lambda done, total, loss: report("", done, total)
-            recover_(small, self.model, data, read_effort(self.request.recover), progress=told)
+            effort = read_effort(self.request.recover)
+            work = partial(recover_, small, self.model, data, effort, progress=told)
+            if inputs is None:
+                work()
+            elif not keep_if_better_(small, self.model, inputs, variance_in(seen.influence), work):
+                self._undone = True
 
     def finish(self, small: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
         """The network as it is shipped, and a plan that says so: with batch norms folded, in the layout of the plan."""
+        seen = self.seen(plan)
+        if self._undone:
+            plan = plan.warned(
+                "recovery did not help on inputs that it had not seen, so it was undone: give more inputs"
+            )
+        if seen.inputs is not None and self.request.plan is None:
+            recovered = self.request.recovers and not self._undone
+            plan = judged(small, self.model, plan, seen.inputs, variance_in(seen.influence), recovered)
         if self.fuses(plan.budget):
             norms = find_norms(small, self.example)
             small = fuse_norms(small, norms)

@@ -65,8 +65,8 @@ class Findings:
     unit of cost is worth, `trace` the errors on the way; `ranks` says what chose them where there was no budget.
 
     `inputs` are those that the network was measured on (INPUTS; None for weights alone), `variance` that of its outputs
-    there. `expected` and `measured` are changes of the outputs of the network that was built, relative to that variance:
-    on inputs that only chose between ways to build it, and on inputs that nothing was fitted to or chosen by.
+    there. `expected` and `measured` are changes of the outputs of the network that was built, relative to that
+    variance: on inputs that only chose between ways to build it, and on inputs that nothing was fitted to or chosen by.
     `draws` for each unit of sensitivity, `groups` and `whole` are of pruning. `other` holds what
     there is of further units (planning/units.py), and keys of older files that nobody reads any more, as they were.
     """

@@ -96,16 +96,17 @@ def comparisons(plan: Plan, found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _outputs(plan: Plan) -> dict[str, Any] | None:
-    """The change of the network's outputs relative to their variance, for plans that predict it."""
+    """The change of the network's outputs relative to their variance, for plans that predict it.
+
+    `measured` is of inputs that nothing was fitted to; `expected` is a better prediction than what the search saw.
+    """
     search = plan.search.to_json()
-    measured = search.get("measured")
-    predicted = search.get("objective") if plan.settings.get("error") == "effect" else None
-    on = search.get("inputs")
-    if isinstance(measured, dict):  # with what it was measured on
-        predicted, on = measured.get("predicted", predicted), measured.get("inputs", "held-out inputs")
-        measured = measured.get("measured", measured.get("effect"))
-    if predicted is None and not isinstance(measured, int | float):
+    known = {key: value for key, value in search.items() if isinstance(value, int | float)}
+    seen = known.get("objective") if plan.settings.get("error") == "effect" else None
+    predicted, measured = known.get("expected", seen), known.get("measured")
+    if predicted is None and measured is None:
         return None
+    on = search.get("inputs") if measured is None else "held-out inputs"
     return _compared("change of the outputs, relative to their variance", predicted, measured, "", on)
 
 

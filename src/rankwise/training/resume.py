@@ -113,7 +113,7 @@ def write(folder: Path, state: State) -> None:
 def read(folder: Path) -> bytes | None:
     """The content of the state file, or None where there is none."""
     path = folder / FILE
-    return files.read(path) if path.exists() else None
+    return files.read(path, limit=None) if path.exists() else None  # as large as network and optimiser
 
 
 def check_job(state: State, job: dict[str, Any], where: str) -> None:
