@@ -1,0 +1,105 @@
+"""`auto` on networks that were not used to develop it: ImageNet classifiers, and what a plan states beside what happens.
+
+    python benchmarks/imagenet.py NETWORK --networks DIR --data FOLDER [--images N ...] [--budget UNIT=KEEP ...]
+        [--recover STEPS]
+
+NETWORK is resnet50 or lite0, DIR holds its weights (resnet50-v1.safetensors with resnet50_v1.py, efficientnet-lite0.safetensors),
+FOLDER holds {train,test}.parquet of ImageNet images at 224×224 (columns img, label). Calibration is on N training images
+without labels; with 0, on none. Nothing is chosen by looking at the test images. Each row is one job from the model to
+the finished network: change in top-1 with its paired 95 % interval, the change of the outputs that the plan states and
+those that were measured (on held-out calibration images, and on the test images), CPU seconds and peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import resource
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+from common import machine, say
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms.functional import pil_to_tensor
+
+import rankwise as rw
+from rankwise.compression import Compression, Request
+from rankwise.models import networks
+
+NETWORKS = {
+    "resnet50": ("resnet50_v1.py:resnet50", "resnet50-v1.safetensors", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "lite0": ("timm:tf_efficientnet_lite0", "efficientnet-lite0.safetensors", (0.498,) * 3, (0.502,) * 3),
+}
+BATCH = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("network", choices=tuple(NETWORKS))
+    parser.add_argument("--networks", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--images", type=int, action="append")
+    parser.add_argument("--budget", action="append", help="params=0.75, macs=0.7 …")
+    parser.add_argument("--recover", default="0")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    spec, weights, mean, deviation = NETWORKS[args.network]
+    spec = spec if spec.startswith("timm:") else str(args.networks / spec)
+    model = networks.build(spec)
+    networks.load_weights_(model, args.networks / weights)
+    model.eval()
+    scale = torch.tensor(mean).view(3, 1, 1), torch.tensor(deviation).view(3, 1, 1)
+    seen, _ = read(args.data / "train.parquet")
+    seen = seen[torch.randperm(len(seen), generator=torch.Generator().manual_seed(0))]
+    test, labels = read(args.data / "test.parquet")
+    before = answers(model, test, scale)
+    right = before.argmax(1) == labels
+    say(f"n = {len(test):,} test images, before: {100 * float(right.float().mean()):.2f} %; {machine()}\n")
+    say("| images | budget | change in top-1 | stated | held out | test images | CPU s | peak GB |")
+    say("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for count in args.images or [1000]:
+        for budget in args.budget or ["params=0.75"]:
+            unit, keep = budget.split("=")
+            data = [scaled(part, scale) for part in seen[:count].split(BATCH)] if count else None
+            start = time.process_time()
+            job = Compression(model, scaled(seen[:1], scale), Request(recover=args.recover), data)
+            small, plan = job.run(rw.Budget(**{unit: float(keep)}))
+            spent = time.process_time() - start
+            after = answers(small, test, scale)
+            change = (after.argmax(1) == labels).float() - right.float()
+            lost = float((before - after).square().sum(1).mean() / before.var(0, unbiased=False).sum())
+            found = plan.search
+            say(
+                f"| {count} | {budget}{f', recover {args.recover}' if args.recover != '0' else ''} | "
+                f"{100 * float(change.mean()):+.2f} ± {196 * float(change.std()) / len(change) ** 0.5:.2f} | "
+                f"{show(found.objective)} | {show(found.measured)} | {lost:.4f} | {spent:.0f} | "
+                f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} |"
+            )
+
+
+def read(path: Path) -> tuple[Tensor, Tensor]:
+    rows = pq.read_table(path).to_pydict()
+    found = [pil_to_tensor(Image.open(io.BytesIO(one["bytes"])).convert("RGB")) for one in rows["img"]]
+    return torch.stack(found), torch.tensor(rows["label"])
+
+
+def scaled(images: Tensor, scale: tuple[Tensor, Tensor]) -> Tensor:
+    return (images.float() / 255 - scale[0]) / scale[1]
+
+
+@torch.no_grad()
+def answers(model: nn.Module, images: Tensor, scale: tuple[Tensor, Tensor]) -> Tensor:
+    parts = [scaled(part, scale).contiguous(memory_format=torch.channels_last) for part in images.split(BATCH)]
+    return torch.cat([model(part) for part in parts])
+
+
+def show(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+if __name__ == "__main__":
+    main()
