@@ -3,13 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint bench docs trust
+.PHONY: demo test lint bench docs trust dist
 
 # torch comes first and pinned: with a range, pip would choose the newest build and several GB of CUDA.
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) -c constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev,docs]'
 	touch $@
 
 demo: $(BIN)/.installed
@@ -39,5 +39,11 @@ bench: $(BIN)/.installed
 trust: $(BIN)/.installed
 	$(BIN)/python tests/trust/run.py
 
+# The site, in site/: every warning is an error, and every link must lead somewhere.
 docs: $(BIN)/.installed
-	$(BIN)/python -m pytest tests/test_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/site/links.py site
+
+# What an index serves: a source archive and a wheel, in dist/.
+dist: $(BIN)/.installed
+	$(BIN)/python -m build --no-isolation

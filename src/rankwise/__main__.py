@@ -6,8 +6,10 @@ import sys
 
 import typer
 
-from rankwise.cli.app import app
-from rankwise.errors import RankwiseError
+from rankwise.cli.commands import COMMANDS, app_for
+from rankwise.cli.wording import in_flags
+from rankwise.errors import Interrupted, RankwiseError
+from rankwise.version import __version__
 
 # What a wrong flag raises. Some versions of typer carry a click of their own, so ask typer for the class.
 USAGE: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -26,12 +28,16 @@ def _outside(err: Exception) -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["--version"]:
+        print(f"rankwise {__version__}")
+        return 0
     try:
+        app = app_for([name for name in given[:1] if name in COMMANDS])
         result = typer.main.get_command(app).main(given or ["--help"], prog_name="rankwise", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except (RankwiseError, USAGE) as err:
         sentence = err.format_message() if hasattr(err, "format_message") else str(err)
-        print(f"rankwise: {' '.join(sentence.split())}", file=sys.stderr)
+        print(f"rankwise: {in_flags(sentence)}", file=sys.stderr)
         return 2
     except (OSError, MemoryError, RuntimeError) as err:
         sentence = _outside(err)
@@ -39,8 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"rankwise: {' '.join(sentence.split())}", file=sys.stderr)
         return 1
-    except (typer.Abort, KeyboardInterrupt):
-        print("rankwise: stopped", file=sys.stderr)
+    except (typer.Abort, KeyboardInterrupt, Interrupted) as err:
+        print(f"rankwise: {str(err) or 'interrupted'}", file=sys.stderr)
         return 130
 
 

@@ -10,6 +10,10 @@ class RankwiseError(ValueError):
     """What was given, what is possible, what to do: one sentence, ready to be shown to a user."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C, with a sentence on what became of the work. Typer would swallow a KeyboardInterrupt without a word."""
+
+
 class BudgetError(RankwiseError):
     """A budget that cannot be met, with the least that can."""
 

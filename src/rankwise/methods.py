@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from torch import nn
 
 from rankwise.calibration.activations import Data, each_input_moments, output_moments
 from rankwise.core.layer import Coverage
 from rankwise.core.slicing import Folds, Slices
+from rankwise.data.loaders import clean
 from rankwise.data.splits import load as load_data
 from rankwise.decompositions import DECOMPOSITIONS, NOTHING, OUTPUTS, PLAIN, Target, of
 from rankwise.decompositions.base import relative
@@ -36,6 +37,38 @@ class Method:
     name: str
     about: str
     settings: Settings | Filters
+
+
+class SearchChanges(TypedDict, total=False):
+    """Settings of methods that are no folds or slices; see `SettingChanges`."""
+
+    error: str | None  # the measure of a layer's error: bound, rss, max, exact, energy, residual, output or effect
+    search: str | None  # how the budget is split: sum, minimax, alternate, penalty, product or constant
+    seed: int | None  # of random starts
+    starts: int | None  # random starts of the search `alternate`, and of clusters
+    decompositions: Iterable[str] | None  # which ones may be chosen; see rankwise.decompositions
+    clustering: str | None  # for messi
+    never_slower: bool | None  # a layer stays whole unless its replacement was measured to be faster
+    rank_multiple: int | Literal["measured"] | None  # ranks are multiples of it
+    score: str | None  # for ft and pfp: what a filter is worth, norm or sensitivity
+
+
+class SettingChanges(SearchChanges, total=False):
+    """Settings of a method as keywords: whoever names one replaces it, None leaves it as the method has it."""
+
+    folds: Folds | None  # "all", or schemes such as (0, 3)
+    slices: Slices | None  # "all", "any", a number or several
+    groups: Slices | None  # another name of slices
+
+
+class TableOptions(SearchChanges, total=False):
+    """What `build_table` takes beside the model, an example, folds and slices."""
+
+    groups: Slices  # another name of slices
+    exclude: Iterable[str] | str  # names or patterns of layers to leave alone
+    progress: Progress | None  # called with a layer's name, how many are done, and how many there are
+    data: Data | str | None  # calibration inputs, or the name of a data set
+    input: int | str | None  # which part of a batch of the data the network takes
 
 
 def _register(*methods: Method) -> dict[str, Method]:
@@ -132,28 +165,42 @@ def build_table(
     example: Example | None = None,
     folds: Folds = "all",
     slices: Slices = "all",
-    exclude: Iterable[str] | str = (),
-    progress: Progress | None = None,
-    data: Data | str | None = None,
-    decompositions: Iterable[str] | None = None,
-    error: str = "energy",
-    **changes: Any,
+    **options: Unpack[TableOptions],
 ) -> Table:
-    """What every option of every layer costs and loses; `example` is needed for budgets in macs.
+    """What every option of every layer costs and loses, for any number of budgets.
 
-    `decompositions` are svd, and with calibration `data` (any iterable of inputs, or a specification) pca, unless
-    others are named. With error="output" all of them are measured on the data, too. `changes` are other settings:
-    clustering=, seed=, starts=; groups= is another name of slices=.
+    Args:
+        model: any network.
+        example: an input, which budgets in macs need.
+        folds: which ways to make a matrix of a kernel: "all", or schemes such as (0, 3).
+        slices: how many slices of the channels: "all" powers of two, "any", a number or several.
+        options: `exclude=` layers to leave alone; `data=` calibration inputs, `input=` the part of a batch;
+            `decompositions=` are svd, and with data pca, unless others are named; with error="output" all of them are
+            measured on the data. See `TableOptions`.
+
+    Returns:
+        A `Table`: give it to `allocate`, or save it.
+
+    >>> import torch, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> table = rw.build_table(model, x)
+    >>> [round(rw.allocate(table, rw.Budget(params=keep)).keep(), 1) for keep in (0.8, 0.5)]
+    [0.8, 0.5]
     """
-    slices = changes.pop("groups", slices)
+    changes = cast(dict[str, Any], dict(options))
+    exclude, progress, data = changes.pop("exclude", ()), changes.pop("progress", None), changes.pop("data", None)
+    slices, part = changes.pop("groups", slices), changes.pop("input", None)
     coverage = find_layers(model, example, exclude)
+    decompositions, error = changes.pop("decompositions", None), changes.pop("error", None) or "energy"
     if decompositions is None:
         seen = () if data is None else (name for name, one in DECOMPOSITIONS.items() if one.needs == OUTPUTS)
         decompositions = (PLAIN.name, *seen)
     others = settings_for("auto", **changes)
     assert isinstance(others, Settings), "auto decomposes"
     settings = replace(others, folds=folds, slices=slices, decompositions=tuple(decompositions), error=error)
-    return table_for(model, coverage, settings, calibration(data, example), progress)
+    return table_for(model, coverage, settings, calibration(data, model, example, part), progress)
 
 
 def table_for(
@@ -206,13 +253,40 @@ def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: Da
             table.given.setdefault((layer.name, option), {})["output"] = relative(lost, whole)
 
 
-def calibration(data: Data | str | None, example: Example | None = None, count: int = 256) -> Data | None:
-    """Calibration data as it comes, or for a specification such as "digits" evenly spaced training images."""
-    return load_data(data, "calibration", size=side_of(example)).thin(count) if isinstance(data, str) else data
+def calibration(
+    data: Data | str | None,
+    model: nn.Module,
+    example: Example | None = None,
+    part: int | str | None = None,
+    count: int = 256,
+) -> Data | None:
+    """Inputs out of what is given (data/loaders.py), or for a name such as "digits" evenly spaced training images."""
+    if isinstance(data, str):
+        return load_data(data, "calibration", size=side_of(example)).thin(count)
+    return None if data is None else cast(Data, clean(data, model, example, part))
 
 
-def allocate(table: Table, budget: Budget | None, method: str = "auto", model: str = "", **changes: Any) -> Plan:
-    """One choice for each layer. `changes` replace settings of the method: error=, search=, groups=, seed= …"""
+def allocate(
+    table: Table, budget: Budget | None, method: str = "auto", model: str = "", **changes: Unpack[SettingChanges]
+) -> Plan:
+    """One choice for each layer, never above the budget.
+
+    Args:
+        table: what `build_table` gave.
+        budget: what may remain; None for tucker2, which reads its ranks from the weights.
+        method: a name of `rankwise.METHODS`.
+        model: what the plan calls the network.
+        changes: settings of the method to replace: error=, search=, slices=, seed= …; see `SettingChanges`.
+
+    Returns:
+        A `Plan`: give it to `apply_plan`, or save it.
+
+    >>> import rankwise as rw
+    >>> from torch import nn
+    >>> table = rw.build_table(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
+    >>> len(rw.allocate(table, rw.Budget(params=0.7), "svd").choices)
+    2
+    """
     settings = settings_for(method, **changes)
     if isinstance(settings, Filters):
         raise RankwiseError(

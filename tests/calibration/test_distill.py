@@ -166,13 +166,37 @@ def test_seconds_instead_of_steps() -> None:
 @pytest.mark.parametrize("extra", [["--data", "digits"], []])
 def test_command_line(tmp_path: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["compress", "digits-cnn", "--keep", "0.5", "--recover", "3", "--out", str(tmp_path / "o"), *extra]) == 0
+        main(
+            [
+                "compress",
+                "digits-cnn",
+                "--random-weights",
+                "--keep",
+                "0.5",
+                "--recover",
+                "3",
+                "--out",
+                str(tmp_path / "o"),
+                *extra,
+            ]
+        )
+        == 0
     )
     assert "done" in capsys.readouterr().out
 
 
 def test_command_line_for_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = ["compress", "digits-cnn", "--keep", "0.5", "--data", "digits", "--out", str(tmp_path / "o")]
+    told = [
+        "compress",
+        "digits-cnn",
+        "--random-weights",
+        "--keep",
+        "0.5",
+        "--data",
+        "digits",
+        "--out",
+        str(tmp_path / "o"),
+    ]
     assert main([*told, "--recover", "soon"]) == 2
     assert "90s" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()

@@ -382,7 +382,7 @@ def test_without_batch_norm_data_and_example_it_is_the_energy_as_before(plain: n
     assert plan.search.inputs is None
     assert {c.decomposition for c in plan.choices} == {"svd"}
     wanted = rw.allocate(rw.build_table(plain), rw.Budget(params=0.5), model=plan.model)
-    assert replace(plan, warnings=()) == wanted
+    assert replace(plan, warnings=(), weights="") == wanted
     assert "no example input" in plan.warnings[0]
     same = rw.apply_plan(plain, plan)
     assert all(torch.equal(a, b) for a, b in zip(small.parameters(), same.parameters(), strict=True))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from safetensors.torch import save_file
 
 import rankwise as rw
 from rankwise.__main__ import main
@@ -87,7 +87,7 @@ class TestInspect:
 class TestCompress:
     def test_writes_reads_back_and_says_done(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         out_folder = tmp_path / "out"
-        status, out, _ = run(capsys, "compress", "digits-cnn", "--keep", 0.4, "--out", out_folder)
+        status, out, _ = run(capsys, "compress", "digits-cnn", "--random-weights", "--keep", 0.4, "--out", out_folder)
         assert status == 0
         assert "gives the same outputs" in out
         plan = rw.Plan.load(out_folder / "plan.json")
@@ -97,7 +97,17 @@ class TestCompress:
         assert plan.model == "digits-cnn"
 
     def test_json_holds_plan_and_scores(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        arguments = ["compress", "digits-cnn", "--budget", "macs=0.5", "--budget", "params=0.6", "--method", "alds+"]
+        arguments = [
+            "compress",
+            "digits-cnn",
+            "--random-weights",
+            "--budget",
+            "macs=0.5",
+            "--budget",
+            "params=0.6",
+            "--method",
+            "alds+",
+        ]
         status, out, _ = run(capsys, *arguments, "--data", "digits", "--out", tmp_path / "o", "--json")
         found = json.loads(out)
         assert status == 0
@@ -106,20 +116,23 @@ class TestCompress:
         assert found["scores"]["before"]["n"] == found["scores"]["after"]["n"] == 355
 
     def test_dry_run_writes_nothing(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        status, out, _ = run(capsys, "compress", "digits-cnn", "--keep", 0.5, "--dry-run", "--out", tmp_path / "o")
+        status, out, _ = run(
+            capsys, "compress", "digits-cnn", "--random-weights", "--keep", 0.5, "--dry-run", "--out", tmp_path / "o"
+        )
         assert status == 0
         assert "CR-P" in out
         assert "done" not in out
         assert not (tmp_path / "o").exists()
 
     def test_a_plan_is_replayed(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        torch.manual_seed(0)
-        run(capsys, "compress", "digits-cnn", "--keep", 0.5, "--method", "svd-energy", "--out", tmp_path / "a")
+        save_file(networks.build("digits-cnn").state_dict(), tmp_path / "w.safetensors")
+        common = ["compress", "digits-cnn", "--weights", tmp_path / "w.safetensors"]
+        run(capsys, *common, "--keep", 0.5, "--method", "svd-energy", "--out", tmp_path / "a")
         plan = tmp_path / "a" / "plan.json"
-        status, _, _ = run(capsys, "compress", "digits-cnn", "--plan", plan, "--out", tmp_path / "b")
+        status, _, _ = run(capsys, *common, "--plan", plan, "--out", tmp_path / "b")
         assert status == 0
         assert (tmp_path / "b" / "plan.json").read_text() == plan.read_text()
-        assert "--keep" in refused(capsys, "compress", "digits-cnn", "--plan", plan, "--keep", 0.3, "--dry-run")
+        assert "--keep" in refused(capsys, *common, "--plan", plan, "--keep", 0.3, "--dry-run")
 
     @pytest.mark.parametrize("flag", ["--slices", "--groups"])
     def test_settings_reach_the_search(self, capsys: pytest.CaptureFixture[str], flag: str) -> None:
@@ -137,7 +150,9 @@ class TestCompress:
             "--seed",
             7,
         ]
-        _, out, _ = run(capsys, "compress", "digits-cnn", "--keep", 0.5, *flags, "--dry-run", "--json")
+        _, out, _ = run(
+            capsys, "compress", "digits-cnn", "--random-weights", "--keep", 0.5, *flags, "--dry-run", "--json"
+        )
         settings = json.loads(out)["plan"]["settings"]
         assert (settings["error"], settings["search"], settings["seed"]) == ("max", "minimax", 7)
         assert (settings["slices"], settings["folds"]) == ([1, 2], [0, 3])
@@ -164,7 +179,7 @@ class TestCompress:
         assert run(capsys, "inspect", tmp_path / "o", "--base", factory)[0] == 0
 
     def test_compressing_twice_is_refused(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        run(capsys, "compress", "digits-cnn", "--keep", 0.5, "--out", tmp_path / "o")
+        run(capsys, "compress", "digits-cnn", "--random-weights", "--keep", 0.5, "--out", tmp_path / "o")
         assert "already compressed" in refused(capsys, "compress", tmp_path / "o", "--keep", 0.5, "--dry-run")
 
     @pytest.mark.parametrize(
@@ -199,13 +214,13 @@ class TestCompress:
         says: str,
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        assert says in refused(capsys, "compress", "digits-cnn", *flags)
+        assert says in refused(capsys, "compress", "digits-cnn", "--random-weights", *flags)
         assert not list(tmp_path.iterdir()), "nothing is half-written"
 
 
 class TestEvaluate:
     def test_a_folder_and_its_original(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        run(capsys, "compress", "digits-cnn", "--keep", 0.5, "--out", tmp_path / "o")
+        run(capsys, "compress", "digits-cnn", "--random-weights", "--keep", 0.5, "--out", tmp_path / "o")
         status, out, _ = run(capsys, "evaluate", tmp_path / "o", "--data", "digits", "--split", "val", "--json")
         found = json.loads(out)
         assert status == 0
@@ -224,7 +239,7 @@ class TestEvaluate:
 def test_pretrained_resnet20_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     weights = SHARED / "weights" / "resnet20-cifar10.safetensors"
     flags = ["--weights", weights, "--keep", 0.85, "--method", "alds", "--error", "max"]
-    status, out, _ = run(capsys, "compress", "resnet20", *flags, "--out", tmp_path / "o", "--json")
+    status, out, _ = run(capsys, "compress", "resnet20", "--random-weights", *flags, "--out", tmp_path / "o", "--json")
     plan = json.loads(out)["plan"]
     assert status == 0
     assert plan["after"]["params"] <= 229_263

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.calibration import effect_table
-from rankwise.cli import compress as command
+from rankwise.cli import outcome as command
 from rankwise.cli import show
 from rankwise.compression import Compression, Request
 from rankwise.timing.clock import Measured
@@ -216,7 +216,7 @@ def flags(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("dry", [True, False])
 def test_warnings_are_printed(flags: list[str], dry: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    where = ["--dry-run"] if dry else ["--out", str(tmp_path / "o")]
+    where = ["--dry-run"] if dry else ["--out", str(tmp_path / "o"), "--force"]
     assert main([*flags, *where]) == 0
     assert "warning: no data was given, and the example input is not a batch of images" in capsys.readouterr().out
     assert main([*flags, *where, "--json"]) == 0
@@ -241,7 +241,7 @@ def test_the_measured_time_is_told(
         return [Measured((1.0,)), Measured((seconds,))]
 
     monkeypatch.setattr(command, "time_networks", clock)
-    out = ["--out", str(tmp_path / "o"), "--method", "svd"]
+    out = ["--out", str(tmp_path / "o"), "--force", "--method", "svd"]
     assert main([*flags, *out]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"time: {1000 * seconds:.2f} ms, {seconds:.2f} of the dense network's 1000.00 ms" in said

@@ -208,7 +208,9 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["compress", "digits-cnn", "--method", "cp", "--keep", "0.6", "--out", str(out)]) == 0
+    assert (
+        main(["compress", "digits-cnn", "--random-weights", "--method", "cp", "--keep", "0.6", "--out", str(out)]) == 0
+    )
     assert "cp" in capsys.readouterr().out
     assert {c.decomposition for c in rw.Plan.load(out / "plan.json").choices} >= {"cp"}
 

@@ -396,7 +396,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 def test_command_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[object], chosen: set[str]
 ) -> None:
-    common = ["compress", "digits-cnn", "--data", "digits", "--out", tmp_path / "o", "--json"]
+    common = ["compress", "digits-cnn", "--random-weights", "--data", "digits", "--out", tmp_path / "o", "--json"]
     status, out, err = run(capsys, *common, *flags)
     assert status == 0, err
     found = json.loads(out)
@@ -415,12 +415,18 @@ def test_command_line(
 
 def test_command_line_for_people_and_replay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The printed plan names what was chosen, and plan.json of both kinds can be replayed."""
+    weights = tmp_path / "w.safetensors"
+    save_file({k: v.numpy() for k, v in rw.networks.build("digits-cnn").state_dict().items()}, weights)
     for method in ("messi", "tucker2"):
         first, second = tmp_path / f"{method}1", tmp_path / f"{method}2"
-        status, out, _ = run(capsys, "compress", "digits-cnn", "--method", method, "--keep", 0.5, "--out", first)
+        status, out, _ = run(
+            capsys, "compress", "digits-cnn", "--weights", weights, "--method", method, "--keep", 0.5, "--out", first
+        )
         assert status == 0
         assert method in out
-        status, _, err = run(capsys, "compress", "digits-cnn", "--plan", first / "plan.json", "--out", second)
+        status, _, err = run(
+            capsys, "compress", "digits-cnn", "--weights", weights, "--plan", first / "plan.json", "--out", second
+        )
         assert status == 0, err
         assert (second / "plan.json").read_text() == (first / "plan.json").read_text()
         status, out, _ = run(capsys, "evaluate", first, "--data", "digits", "--json")
@@ -455,7 +461,7 @@ def test_bad_input_is_one_sentence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, out, err = run(capsys, "compress", "digits-cnn", *flags, "--out", "o")
+    status, out, err = run(capsys, "compress", "digits-cnn", "--random-weights", *flags, "--out", "o")
     assert status == 2
     assert out == ""
     assert err.startswith("rankwise: ")

@@ -196,8 +196,8 @@ def test_a_layer_that_the_data_does_not_reach_stays() -> None:
 
 def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = ["--method", "pca", "--data", "digits", "--calibrate", "64", "--json", "--out", str(tmp_path / "o")]
-    assert main(["compress", "digits-cnn", "--keep", "0.5", *flags]) == 0
+    assert main(["compress", "digits-cnn", "--random-weights", "--keep", "0.5", *flags]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["after"]["params"] <= 0.5 * found["plan"]["before"]["params"]
-    assert main(["compress", "digits-cnn", "--keep", "0.5", "--method", "pca", "--dry-run"]) == 2
+    assert main(["compress", "digits-cnn", "--random-weights", "--keep", "0.5", "--method", "pca", "--dry-run"]) == 2
     assert "--data" in capsys.readouterr().err

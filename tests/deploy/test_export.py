@@ -232,8 +232,8 @@ class Net(nn.Module):
 
 
 def test_folders_open_without_rankwise(tmp_path: Path) -> None:
-    """The snippet of docs/deployment.md: every fold, with slices and without, fused and not, other decompositions."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deployment.md").read_text("utf-8"), flags=re.S)
+    """The snippet of docs/export.md: every fold, with slices and without, fused and not, other decompositions."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text("utf-8"), flags=re.S)
     snippet = next(b for b in blocks if "def open_compressed" in b)
     assert len([line for line in snippet.splitlines() if line]) <= 15
     (tmp_path / "snippet.py").write_text(snippet, encoding="utf-8")
@@ -277,7 +277,7 @@ def test_folders_open_without_rankwise(tmp_path: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compressed") / "o"
     flags = ["--keep", "0.6", "--method", "svd-energy", "--out", str(out), "--fuse", "--json"]
-    assert main(["compress", "digits-cnn", *flags]) == 0
+    assert main(["compress", "digits-cnn", "--random-weights", *flags]) == 0
     return out
 
 
@@ -330,8 +330,12 @@ def test_bad_input_is_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.
         (["bench", folder, "--layout", "rows"], "channels-last"),
         (["export", folder, "--to", "tflite"], "onnx, exported"),
         (["export", tmp_path, "--to", "onnx"], "rankwise compress"),
-        (["export", folder, "--to", "onnx", "--input", "1,x"], "--input"),
-        (["compress", "digits-cnn", "--keep", "0.5", "--timing", "speed=1", "--out", tmp_path], "batch=32"),
+        (["export", folder, "--to", "onnx", "--input", "1,x", "--out", tmp_path / "x.onnx"], "--input"),
+        (["export", folder, "--to", "onnx", "--out", __file__], "--force"),
+        (
+            ["compress", "digits-cnn", "--random-weights", "--keep", "0.5", "--timing", "speed=1", "--out", tmp_path],
+            "batch=32",
+        ),
     ]
     for arguments, says in cases:
         assert main([str(a) for a in arguments]) == 2

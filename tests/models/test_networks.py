@@ -8,16 +8,19 @@ import sys
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import rankwise as rw
 from rankwise.errors import RankwiseError
 from rankwise.models import networks
 from rankwise.models.networks import build, default_input
 from rankwise.models.spec import parse
 from rankwise.models.zoo import NETWORKS
+from sentences import check_sentence
 
 
 def count(model: nn.Module) -> int:
@@ -303,7 +306,7 @@ class TestFolder:
                 ask(out)
 
     def test_a_base_that_has_no_name(self, tmp_path: Path) -> None:
-        with pytest.raises(RankwiseError, match="as base"):
+        with pytest.raises(RankwiseError, match="--base"):
             build(self.folder(tmp_path / "out", "MyNet"))
 
     def test_not_a_compressed_folder(self, tmp_path: Path) -> None:
@@ -324,3 +327,71 @@ def has(package: str) -> bool:
 def child_env() -> dict[str, str]:
     source = str(Path(networks.__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+
+class TestPretrained:
+    """Trained weights by specification; what would be downloaded is given by the test."""
+
+    def test_torchvision_loads_what_it_downloads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("torchvision")
+        model = networks.build("torchvision:squeezenet1_1")
+        asked: list[str] = []
+
+        def state(url: str, **_: Any) -> dict[str, Any]:
+            asked.append(url)
+            assert os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1", "a download must not run code"
+            return dict(model.state_dict())
+
+        monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", state)
+        found = networks.build("torchvision:squeezenet1_1?weights=DEFAULT")
+        assert len(asked) == 1
+        assert all(
+            torch.equal(a, b) for a, b in zip(found.state_dict().values(), model.state_dict().values(), strict=True)
+        )
+        assert not networks.has_random_weights("torchvision:squeezenet1_1?weights=DEFAULT")
+        assert networks.has_random_weights("torchvision:squeezenet1_1")
+
+    def test_without_a_connection_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("timm")
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError("Name or service not known")
+
+        monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fail)
+        monkeypatch.setattr("timm.create_model", fail)
+        for spec in ("torchvision:squeezenet1_1?weights=DEFAULT", "timm:test_vit?pretrained"):
+            said = check_sentence(lambda spec=spec: networks.build(spec))
+            assert "Name or service not known" in said
+            assert f"{spec.partition('?')[0]} with --weights FILE" in said
+
+    def test_unknown_weights_are_refused_before_a_download(self) -> None:
+        pytest.importorskip("torchvision")
+        said = check_sentence(lambda: networks.build("torchvision:resnet18?weights=BEST"))
+        assert "IMAGENET1K_V1" in said
+        assert "?pretrained" in check_sentence(lambda: networks.build("timm:test_vit?pretrained=2"))
+
+    def test_timm_is_asked_for_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        timm = pytest.importorskip("timm")
+        make, seen = timm.create_model, []
+
+        def create(name: str, **options: Any) -> Any:
+            seen.append(options)
+            return make(name, **{**options, "pretrained": False})
+
+        monkeypatch.setattr("timm.create_model", create)
+        networks.build("timm:test_vit?pretrained&num_classes=3")
+        assert seen == [{"pretrained": True, "num_classes": 3}]
+
+    def test_a_folder_downloads_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has its weights: only the architecture is built, whatever its plan names."""
+        pytest.importorskip("torchvision")
+        spec = "torchvision:squeezenet1_1?weights=DEFAULT"
+        assert networks.architecture(spec) == "torchvision:squeezenet1_1"
+        small, plan = rw.compress(networks.build("torchvision:squeezenet1_1"), method="svd", keep=0.7, name=spec)
+        rw.save(small, plan, tmp_path / "o")
+
+        def never(*_: Any, **__: Any) -> None:
+            raise AssertionError("something was downloaded")
+
+        monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", never)
+        networks.build(str(tmp_path / "o"))

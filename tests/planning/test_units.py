@@ -19,12 +19,14 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.cli import show
-from rankwise.cli.flags import read_budget
+from rankwise.cli.flags import budget_help, read_budget
 from rankwise.decompositions import costs
 from rankwise.methods import settings_for
 from rankwise.planning.planner import SEARCHES, find_plan
 from rankwise.planning.times import Times
 from rankwise.planning.units import LATENCY, MACS, PARAMS, UNITS, Unit
+from rankwise.timing import tune
+from rankwise.timing.clock import Measured
 from rankwise.training.limits import smallest
 from sentences import check_sentence
 
@@ -111,6 +113,35 @@ def test_errors_speak_of_the_new_unit() -> None:
     assert "bytes=VALUE" in check_sentence(lambda: read_budget(None, ["grams=3"]))
     assert "bytes=0.0" in check_sentence(lambda: rw.Budget(bytes=0.0))
     assert "bytes" in check_sentence(lambda: rw.allocate(ready, rw.Budget(params=0.9)).keep("bytes"))
+
+
+@pytest.mark.usefixtures("bytes_")
+def test_help_lists_the_new_unit() -> None:
+    assert "bytes (a fraction or a count)" in budget_help()
+    assert "latency (a fraction)" in budget_help()
+
+
+def test_a_plan_is_timed_for_any_unit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`settle` asks the registry which unit is measured, and knows none by its name."""
+    monkeypatch.setitem(UNITS, "waiting", replace(LATENCY, name="waiting"))
+    monkeypatch.setattr(tune, "time_networks", lambda *given: [Measured((1.0,)), Measured((next(took),))])
+    model, ready = network(), rw.build_table(network(), torch.zeros(1, 3, 8, 8), folds=0, slices=1)
+    layers = [la.name for la in ready.coverage.layers]
+    pairs = {
+        (la.name, o.fold, o.slices): ((1, 9), (1e-3, 2e-2)) for la in ready.coverage.layers for o in ready.options(la)
+    }
+    ready.times = Times(0.0, dict.fromkeys(layers, 0.01), pairs)
+    took, asked = iter([0.9, 0.58]), []
+
+    def make(budget: rw.Budget) -> rw.Plan:
+        asked.append(budget.waiting)
+        return rw.allocate(ready, budget)
+
+    plan = tune.settle(rw.Budget(waiting=0.6), make, model, torch.zeros(1, 3, 8, 8), rw.Timing())
+    assert asked == [0.6, pytest.approx(0.6 * tune.AIM * 0.6 / 0.9)]
+    assert plan.budget == rw.Budget(waiting=0.6)
+    assert plan.search.latency is not None
+    assert plan.search.latency.measured == 0.58
 
 
 def test_filters_are_not_counted_in_a_new_unit(monkeypatch: pytest.MonkeyPatch) -> None:

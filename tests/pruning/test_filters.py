@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -436,16 +437,18 @@ def test_torchvision(spec: str, method: str, tmp_path: Path) -> None:
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "o"
+    out, weights = tmp_path / "o", tmp_path / "w.safetensors"
+    save_file(rw.networks.build("digits-cnn").state_dict(), weights)
+    digits = ["compress", "digits-cnn", "--weights", str(weights)]
     flags = ["--keep", "0.5", "--data", "digits", "--calibrate", "64"]
-    assert main(["compress", "digits-cnn", "--method", "pfp", *flags, "--json", "--out", str(out)]) == 0
+    assert main([*digits, "--method", "pfp", *flags, "--json", "--out", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["after"]["params"] <= 0.5 * found["plan"]["before"]["params"]
     assert found["verified"] == "it gives the same outputs"
     assert main(["evaluate", str(out), "--data", "digits", "--limit", "50"]) == 0
     assert "top-1" in capsys.readouterr().out
     again = tmp_path / "again"
-    assert main(["compress", "digits-cnn", "--plan", str(out / "plan.json"), "--out", str(again), "--json"]) == 0
+    assert main([*digits, "--plan", str(out / "plan.json"), "--out", str(again), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"] == found["plan"]
     excluded = ["--exclude", "conv2", "--budget", "macs=0.9", "--dry-run"]
     assert main(["compress", "resnet20", "--method", "ft", "--exclude", "conv1", "--keep", "0.6", "--dry-run"]) == 0

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rankwise as rw
 from made_rows import failed, row, with_plans, write
 from rankwise.__main__ import main
-from rankwise.reports import html
+from rankwise.models import networks
+from rankwise.reports import html, single
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
@@ -76,6 +80,10 @@ def reader(browser: Any, written: Path) -> Iterator[Reader]:
     found.close_and_check()
 
 
+def layer_of(page: Any, name: str) -> Any:
+    return page.locator(".layer-group", has=page.locator(".layer-name", has_text=re.compile(f"^{re.escape(name)}$")))
+
+
 def plan_of(results: Path, method: str, keep: float) -> rw.Plan:
     return rw.Plan.load(results / f"plans/{method}-{keep:g}.json")
 
@@ -93,7 +101,7 @@ def test_slider_and_method_show_the_plan_that_is_in_the_data(reader: Reader, res
         assert f"{plan.after.params:,} of {plan.before.params:,}" in totals.replace("\n", " ").replace("  ", " ")
         assert f"{plan.after.macs:,}" in totals
         for choice in plan.choices:
-            group = page.locator(".layer-group", has_text=choice.name)
+            group = layer_of(page, choice.name)
             shown = group.inner_text()
             assert choice.fold in shown
             assert f"{choice.after.params:,} of {choice.before.params:,}" in shown
@@ -117,7 +125,15 @@ def test_the_plan_is_downloaded_and_compressed_with(
     assert waiting.value.suggested_filename == "plan.json"
     waiting.value.save_as(tmp_path / "plan.json")
     assert rw.Plan.load(tmp_path / "plan.json") == plan_of(results, "auto", 0.4)
-    arguments = ["compress", "digits-cnn", "--plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "o")]
+    arguments = [
+        "compress",
+        "digits-cnn",
+        "--random-weights",
+        "--plan",
+        str(tmp_path / "plan.json"),
+        "--out",
+        str(tmp_path / "o"),
+    ]
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["after"] == plan_of(results, "auto", 0.4).to_json()["after"]
 
@@ -199,6 +215,232 @@ def test_units_of_budgets_are_told_apart(browser: Any, tmp_path: Path) -> None:
     assert {k: len(v) for k, v in found.items()} == {"params": 2, "macs": 3, "any": 5}
     assert set(found["macs"]) == {"auto", "alds", "svd"}
     assert "alds, macs budget" in found["any"]
+    reader.close_and_check()
+
+
+def until(page: Any, true: Callable[[], bool]) -> bool:
+    """Waits for it, ten seconds at most; the page's policy does not let the browser do that."""
+    for _ in range(100):
+        if true():
+            return True
+        page.wait_for_timeout(100)
+    return False
+
+
+OPACITY = "document.getElementById('chart-params').data.map((trace) => [trace.meta, trace.opacity ?? 1])"
+
+
+def test_a_method_is_lit_under_the_pointer_and_alone_after_a_double_click(reader: Reader) -> None:
+    page = reader.page
+    page.locator("#published").select_option("")
+    chip = page.locator("#legend .chip", has_text="svd")
+    chip.hover()
+    assert {(name, value < 0.5) for name, value in page.evaluate(OPACITY)} == {("svd", False), ("auto", True)}
+    page.locator("h1").hover()
+    assert {value for _, value in page.evaluate(OPACITY)} == {1}
+    chip.dblclick()
+    assert {name for name, _ in page.evaluate(OPACITY)} == {"svd"}
+    pressed = [c.get_attribute("aria-pressed") for c in page.locator("#legend [data-name]").all()]
+    assert sorted(pressed) == ["false", "true"]
+    chip.dblclick()
+    assert {name for name, _ in page.evaluate(OPACITY)} == {"svd", "auto"}
+    page.locator("#chart-params .points .point").first.hover(force=True)
+    assert until(page, lambda: any(value < 0.5 for _, value in page.evaluate(OPACITY)))
+
+
+def test_a_click_on_a_point_opens_its_runs_and_a_double_click_isolates(reader: Reader) -> None:
+    page = reader.page
+    page.locator("#published").select_option("")
+    page.locator("#legend .chip", has_text="svd").click()  # hidden: what is clicked is auto
+    point = page.locator("#chart-params .points .point").first
+    point.click(force=True)
+    page.locator("#dialog[open]").wait_for()
+    assert "auto, asked to keep" in reader.text("#dialog-title")
+    page.keyboard.press("Escape")
+    page.locator("#legend .chip", has_text="svd").click()
+    point.dblclick(force=True)
+    assert until(page, lambda: len({name for name, _ in page.evaluate(OPACITY)}) == 1)
+    assert page.locator("#dialog[open]").count() == 0
+
+
+def test_the_first_view_is_the_change_down_to_five_points(reader: Reader) -> None:
+    page = reader.page
+    assert reader.text("#vertical [aria-pressed=true]") == "Change"
+    assert page.locator("#floor").input_value() == "5"
+    low, high = page.evaluate("document.getElementById('chart-params').layout.yaxis.range")
+    assert -5.5 < low < -5
+    assert 0 < high < 1
+    assert page.evaluate("(document.getElementById('chart-params').layout.annotations ?? []).length") == 0
+    assert "1 network, 2 seeds" in reader.text("#facts")
+    assert "predicted" not in reader.text("#totals")
+    heads = [reader.text(f"{table} thead th") for table in ("#delta", "#runs-table")]
+    assert heads[0].startswith("method")
+    assert page.locator("#runs-table thead", has_text="method").count() == 1
+
+
+def test_bands_stay_between_0_and_100(browser: Any, tmp_path: Path) -> None:
+    rows = [row(asked=k, top1=t, repeat=r) for k, pair in ((0.5, (100, 97)), (0.2, (9, 0))) for r, t in enumerate(pair)]
+    html.write_report(write(tmp_path / "r", rows), tmp_path / "report.html")
+    reader = Reader(browser, tmp_path / "report.html")
+    band = "document.getElementById('chart-params').data[0].y"
+    for vertical, base in (("Change", 91.0), ("Accuracy", 0.0)):
+        reader.page.locator("#vertical button", has_text=vertical).click()
+        values = [base + value for value in reader.page.evaluate(band)]
+        assert len(values) == 4
+        assert (min(values), max(values)) == (pytest.approx(0), pytest.approx(100))
+    reader.close_and_check()
+
+
+def saved(page: Any, button: Any) -> list[list[str]]:
+    with page.expect_download() as waiting:
+        button.click()
+    assert waiting.value.suggested_filename.endswith(".csv")
+    return list(csv.reader(Path(waiting.value.path()).read_text().splitlines()))
+
+
+def test_every_chart_and_table_is_a_csv_file_and_has_a_link(reader: Reader, results: Path) -> None:
+    page = reader.page
+    page.locator("#points summary").click()
+    page.locator(".layer-name", has_text="conv2").click()
+    for chart in page.locator(".chart").all():
+        if chart.is_visible():
+            assert chart.locator("xpath=ancestor::*[.//*[contains(@class, 'csv')]][1]").locator("a.mini").count() >= 1
+    for table in page.locator("table").all():
+        assert table.locator("xpath=ancestor::*[.//*[contains(@class, 'csv')]][1]").count() == 1
+    points = saved(page, page.locator("#figure-params .csv"))
+    assert len(points) == 1 + 6
+    assert points[0][:3] == ["method", "budget in", "asked to keep"]
+    assert {line[0] for line in points[1:]} == {"auto", "svd"}
+    runs = saved(page, page.locator("#runs .csv"))
+    assert len(runs) == 1 + 13
+    page.locator("#shelf").select_option(label="auto")
+    page.locator("#budget").fill("1")
+    layers = saved(page, page.locator("#explorer .take .csv"))
+    plan = plan_of(results, "auto", 0.4)
+    assert [line[0] for line in layers[1:]] == [entry.name for entry in plan.layers]
+    spectrum = saved(page, page.locator(".spectrum .csv"))
+    assert spectrum[1] == ["conv2", "f│chw", "1", "1"]
+
+
+def test_a_link_brings_back_what_was_chosen(reader: Reader, browser: Any, written: Path) -> None:
+    page = reader.page
+    page.locator("#stage button", has_text="compressed").click()
+    page.locator("#vertical button", has_text="Accuracy").click()
+    page.locator("#delta-unit button", has_text="CR-F").click()
+    page.locator("#floor").select_option("0")
+    page.locator("#legend .chip", has_text="svd").click()
+    page.locator("#shelf").select_option(label="svd")
+    page.locator("#budget").fill("2")
+    page.locator(".layer-name", has_text="conv2").click()
+    chosen = "[...document.querySelectorAll('[aria-pressed=true]')].map((n) => n.textContent).join()"
+    shown = [page.evaluate(chosen), reader.text("#totals"), reader.text("#delta"), page.locator("#floor").input_value()]
+    page.locator("#explorer h2 a").click()
+    address = page.url
+    assert "#explorer?" in address
+    other = Reader(browser, written)
+    other.page.goto("about:blank")
+    other.page.goto(address)
+    again = [other.page.evaluate(chosen), other.text("#totals"), other.text("#delta")]
+    assert [*again, other.page.locator("#floor").input_value()] == shown
+    assert other.page.locator(".layer-name[aria-expanded=true]").inner_text() == "conv2"
+    assert other.page.evaluate("scrollY") > 300
+    other.page.goto(address.split("#")[0] + "#within?panel=99&stage=x&hidden={&unit=constructor&method=-1")
+    assert other.page.locator("#delta tbody tr").count() == 2, "an address that somebody changed is harmless"
+    other.close_and_check()
+
+
+def test_a_spreadsheet_computes_nothing(browser: Any, tmp_path: Path) -> None:
+    html.write_report(write(tmp_path / "r", [row("=1+1"), row('a,"b')]), tmp_path / "report.html")
+    reader = Reader(browser, tmp_path / "report.html")
+    assert {line[0] for line in saved(reader.page, reader.page.locator("#figure-macs .csv"))[1:]} == {"'=1+1", 'a,"b'}
+    reader.close_and_check()
+
+
+def test_provenance_is_for_people(browser: Any, tmp_path: Path) -> None:
+    one = row(**{"CR-P": 80.00088980505853, "settings": {"never_slower": True, "folds": ["a", "b"]}})
+    html.write_report(write(tmp_path / "r", [one]), tmp_path / "report.html")
+    reader = Reader(browser, tmp_path / "report.html")
+    reader.page.locator("#runs-table .link").click()
+    said = reader.text("#dialog-body")
+    assert not re.search(r"\d\.\d{5,}", said)
+    assert not re.search(r"\w·|_|\[|\{|top1", said)
+    assert "original: top-1 (%)" in said
+    assert "never slower\nyes" in said
+    assert "a, b" in said
+    reader.close_and_check()
+
+
+def test_time_is_a_chart_where_it_was_measured(browser: Any, reader: Reader, tmp_path: Path) -> None:
+    assert not reader.page.locator("#figure-latency").is_visible()
+    rows = [row(asked=k, time={"ratio": k + 0.2, "measured": True}) for k in (0.3, 0.5)]
+    html.write_report(write(tmp_path / "r", [*rows, row("svd")]), tmp_path / "report.html")
+    timed = Reader(browser, tmp_path / "report.html")
+    assert timed.page.locator("#figure-latency").is_visible()
+    tops = timed.page.evaluate("[...document.querySelectorAll('figure')].map((figure) => figure.offsetTop)")
+    assert len(tops) == 3
+    assert len(set(tops)) == 1, "no hole beside the third chart"
+    x = timed.page.evaluate("document.getElementById('chart-latency').data[0].x")
+    assert sorted(x) == [pytest.approx(30), pytest.approx(50)]
+    assert len(saved(timed.page, timed.page.locator("#figure-latency .csv"))) == 1 + 2
+    timed.close_and_check()
+
+
+def test_filters_are_no_ranks_and_whole_layers_have_their_macs(browser: Any, results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch_pruning")
+    model = networks.build("digits-cnn").eval()
+    _, plan = rw.compress(model, torch.zeros(1, 1, 8, 8), method="ft", keep=0.5)
+    folder = write(tmp_path / "r", [row("ft") | {"plan": "ft.json"}, row("auto") | {"plan": "auto.json"}])
+    plan.save(folder / "ft.json")
+    whole = plan_of(results, "auto", 0.6)
+    whole.save(folder / "auto.json")
+    html.write_report(folder, tmp_path / "report.html")
+    reader = Reader(browser, tmp_path / "report.html")
+    reader.page.locator("#shelf").select_option(label="ft")
+    narrow = next(e for e in plan.pruned if e.filters is not None and len(e.shape) > 1)
+    group = layer_of(reader.page, narrow.name)
+    assert f"keeps {len(narrow.filters or ())} of {narrow.wide[0]} filters" in group.inner_text()
+    assert group.locator(".rank").inner_text() == ""
+    reader.page.locator("#shelf").select_option(label="auto")
+    kept = [s for s in whole.kept if s.macs]
+    assert kept
+    for layer in kept:
+        group = layer_of(reader.page, layer.name)
+        assert f"{layer.macs:,}" in group.locator(".bars").nth(1).inner_text()
+    reader.close_and_check()
+
+
+def test_the_command_carries_weights_and_data(browser: Any, results: Path, tmp_path: Path) -> None:
+    body = json.loads((results / "plans/auto-0.4.json").read_text())
+    body["search"]["inputs"] = "calibration"
+    fitted = row("fitted") | {"plan": "fitted.json", "weights": "weights/0.safetensors", "calibrate": 99}
+    folder = write(tmp_path / "r", [fitted, row("plain") | {"plan": "plain.json"}])
+    (folder / "fitted.json").write_text(json.dumps(body))
+    (folder / "plain.json").write_text((results / "plans/svd-0.4.json").read_text())
+    html.write_report(folder, tmp_path / "report.html")
+    reader = Reader(browser, tmp_path / "report.html")
+    reader.page.locator("#shelf").select_option(label="fitted")
+    asked = "--weights r/weights/0.safetensors --plan plan.json --data digits --calibrate 99 --out out/"
+    assert reader.text("#command") == f"rankwise compress digits-cnn {asked}"
+    reader.page.locator("#shelf").select_option(label="plain")
+    assert reader.text("#command") == "rankwise compress digits-cnn --weights FILE --plan plan.json --out out/"
+    assert "FILE holds the weights" in reader.text("#command-note")
+    reader.close_and_check()
+
+
+def test_a_phone_shows_that_a_table_goes_on(browser: Any, written: Path) -> None:
+    reader = Reader(browser, written, viewport={"width": 420, "height": 800}, has_touch=True)
+    page = reader.page
+    frame, region = page.locator("#runs-table .frame"), page.locator("#runs-table .scroll")
+    assert "more-right" in str(frame.get_attribute("class"))
+    assert page.locator("#runs-table .cue").is_visible()
+    region.evaluate("(node) => node.scrollTo(node.scrollWidth, 0)")
+    page.locator("#runs-table .frame:not(.more-right)").wait_for()
+    assert "more-left" in str(frame.get_attribute("class"))
+    widths = page.evaluate(
+        """[...document.querySelectorAll(".controls > *, .tools > *")].filter((node) => node.checkVisibility())
+        .map((node) => node.offsetWidth / node.parentElement.clientWidth)"""
+    )
+    assert all(width > 0.85 for width in widths), "no control leaves a hole beside it"
     reader.close_and_check()
 
 
@@ -291,4 +533,50 @@ def test_only_failed_runs(browser: Any, tmp_path: Path) -> None:
     reader = Reader(browser, tmp_path / "report.html")
     assert "No run has finished" in reader.text("header")
     assert reader.text("#runs-table").count("no space left") == 2
+    reader.close_and_check()
+
+
+def test_the_report_of_one_compression(browser: Any, results: Path, tmp_path: Path) -> None:
+    model = networks.build("digits-cnn").eval()
+    body = json.loads(plan_of(results, "auto", 0.4).dumps())
+    body["warnings"] = [EVIL]
+    body["search"]["latency"] = {"before": 0.002, "after": 0.001, "keep": 0.5, "layers": {"conv2": [0.001, 0.0005]}}
+    scores = {"before": {"top1": 97.0, "n": 355}, "after": {"top1": 95.5, "n": 355}}
+    trials = [{"asked": 0.5, "keep": 0.5, "drop": 0.5, "within": True}]
+    trials += [{"asked": 0.01, "keep": None, "drop": None, "within": False}]
+    found = {"plan": body, "scores": scores, "trials": trials, "time": {"dense": 0.002, "small": 0.001, "ratio": 0.5}}
+    single.write_report(tmp_path / "report.html", found | {"out": EVIL}, model, single.About("digits", weights=EVIL))
+    for width, scheme in ((1400, "light"), (420, "dark")):
+        reader = Reader(
+            browser, tmp_path / "report.html", viewport={"width": width, "height": 800}, color_scheme=scheme
+        )
+        page = reader.page
+        assert "−1.50 points" in reader.text("#headline")
+        after, before = body["after"]["params"], body["before"]["params"]
+        assert f"{after:,} of {before:,}" in reader.text("#totals").replace("\n", " ")
+        assert EVIL in reader.text("#warnings")
+        assert "predicted" not in reader.text("#totals")
+        assert page.locator("#comparisons tbody tr").count() == 2
+        assert page.locator("#trials tbody tr").count() == 2
+        page.locator(".layer-name", has_text="conv2").click()
+        assert page.locator(".spectrum .chart .scatterlayer .trace").count() == 4
+        assert "0.50 ms of 1.00 ms" in layer_of(page, "conv2").inner_text()
+        layers = saved(page, page.locator("#every-layer .take .csv"))
+        assert [line[0] for line in layers[1:]] == [entry["name"] for entry in body["layers"]]
+        assert len(saved(page, page.locator("#before-after .csv"))) == 1 + 4
+        with page.expect_download() as waiting:
+            page.locator("#download").click()
+        assert json.loads(Path(waiting.value.path()).read_text()) == body
+        assert page.locator("section h2 a").count() == 6
+        assert f"--weights '{EVIL}'".replace("'hacked'", "'\\''hacked'\\''") in reader.text("#commands dd:last-child")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("img").count() == 0
+        reader.close_and_check()
+    bare = tmp_path / "bare.html"
+    single.write_report(bare, {"plan": json.loads(plan_of(results, "svd", 0.4).dumps())})
+    reader = Reader(browser, bare)
+    assert not reader.page.locator("#predicted, #tried").first.is_visible()
+    reader.page.locator(".layer-name").first.click()
+    assert "no spectra" in reader.text(".spectrum")
+    assert "rankwise compress digits-cnn --weights FILE --plan plan.json" in reader.text("#commands")
     reader.close_and_check()

@@ -128,7 +128,7 @@ def test_what_is_missing_is_left_out() -> None:
     ]
     stage = only_stage(rows)
     assert {line.label for line in stage.lines} == {"no macs", "no repeat", "no budget"}
-    assert stage.lines[0].points[0].cut == {"params": (50.0, None), "macs": None}
+    assert stage.lines[0].points[0].cut == {"params": (50.0, None), "macs": None, "latency": None}
     assert delta_table(stage, "macs")[0] == [None] * 5
     assert panels([failed("a", "why")]) == []
     assert panels([]) == []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import rankwise as rw
 from made_rows import failed, row, with_plans, write
 from rankwise.__main__ import main
-from rankwise.reports import charts, html
+from rankwise.reports import charts, embedded, html, looks
 from rankwise.reports.pack import Book, columns, evenly, script_json, unpack
 
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\u2028 $x_1$ '\""
@@ -135,8 +135,8 @@ class TestPage:
 
     def test_few_plans_where_many_would_be_large(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = with_plans(tmp_path / "r", keeps=tuple(k / 20 for k in range(3, 19)))
-        monkeypatch.setattr(html, "MOST_PLANS", 8)
-        monkeypatch.setattr(html, "PLAN_BYTES", 5000)
+        monkeypatch.setattr(embedded, "MOST_PLANS", 8)
+        monkeypatch.setattr(embedded, "PLAN_BYTES", 5000)
         said = html.write_report(folder, tmp_path / "report.html")
         shelves = content_of(tmp_path / "report.html")["panels"][0]["shelves"]
         assert 0 < said["plans"]["embedded"] < 16
@@ -201,9 +201,25 @@ class TestRefusals:
 
 
 class TestLooks:
+    def test_every_method_has_its_own_colour_and_marker(self) -> None:
+        numbers = looks.look_numbers(rw.METHODS)
+        assert max(numbers.values()) < len(looks.COLOURS)
+        found = [looks.look(number) for number in numbers.values()]
+        for part in ("light", "dark", "marker"):
+            assert len({getattr(one, part) for one in found}) == len(rw.METHODS)
+
+    @given(st.lists(st.sampled_from([*rw.METHODS, "mine", "alds, max", "alds-max", "other"]), unique=True))
+    def test_a_method_looks_the_same_in_every_report(self, labels: list[str]) -> None:
+        alone = {label: looks.look_numbers([label])[label] for label in labels}
+        together = looks.look_numbers(labels)
+        assert list(together) == labels
+        same = [label for label in labels if label != "alds-max"]  # another name of "alds, max" in a shipped study
+        assert len({together[label] for label in same}) == len(same)
+        assert all(together[label] == alone[label] for label in labels if label in rw.METHODS)
+
     def test_no_two_labels_look_the_same(self) -> None:
-        looks = [charts.style(i) for i in range(77)]
-        assert len({(s.light, s.marker) for s in looks}) == len({(s.dark, s.marker) for s in looks}) == 77
+        found = [looks.look(n) for n in looks.look_numbers([*rw.METHODS, *(f"mine-{i}" for i in range(500))]).values()]
+        assert len({(s.light, s.marker) for s in found}) == len({(s.dark, s.marker) for s in found}) == len(found)
 
     @pytest.mark.parametrize("side", [0, 1], ids=["light", "dark"])
     def test_colours_stand_out_from_the_paper(self, side: int) -> None:
@@ -211,18 +227,20 @@ class TestLooks:
         css = (Path(charts.__file__).parent / "page" / "report.css").read_text()
         papers = [_linear(c) for c in re.findall(r"--surface: (#\w+)", css)]
         paper = _brightness(papers[0] if side == 0 else papers[1])
-        for pair in charts.COLOURS:
+        for pair in looks.COLOURS:
             high, low = sorted((_brightness(_linear(pair[side])), paper), reverse=True)
             assert (high + 0.05) / (low + 0.05) >= 3
 
     @pytest.mark.parametrize("side", [0, 1], ids=["light", "dark"])
-    @pytest.mark.parametrize("eye", ["normal", "protan", "deutan"])
-    def test_colours_differ_for_colour_blind_eyes(self, side: int, eye: str) -> None:
-        """ΔE (CIE 1976) of at least 25 between any two, as normal eyes and dichromats see them."""
-        seen = [_lab(_dichromat(_linear(pair[side]), eye)) for pair in charts.COLOURS]
+    @pytest.mark.parametrize(("eye", "least"), [("normal", 23), ("protan", 13), ("deutan", 13)])
+    def test_colours_differ_for_colour_blind_eyes(self, side: int, eye: str, least: float) -> None:
+        """ΔE (CIE 1976) between any two, as normal eyes and dichromats see them; 25 for seven of the methods."""
+        far = set(looks.look_numbers(["auto", "alds", "alds+", "svd", "svd-energy", "pca", "cp"]).values())
+        seen = [_lab(_dichromat(_linear(pair[side]), eye)) for pair in looks.COLOURS]
         for i, a in enumerate(seen):
-            for b in seen[:i]:
-                assert sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) ** 0.5 >= 25
+            for j, b in enumerate(seen[:i]):
+                apart = sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) ** 0.5
+                assert apart >= (25 if {i, j} <= far else least)
 
 
 def _linear(colour: str) -> list[float]:

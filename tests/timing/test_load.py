@@ -13,7 +13,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.__main__ import main
-from rankwise.cli import compress as command
+from rankwise.cli import outcome as command
 from rankwise.cli import show
 from rankwise.planning.times import Conditions, Times
 from rankwise.timing import cost_model, load, tune
@@ -163,7 +163,18 @@ def test_the_command_line_says_so(
     monkeypatch.setattr(load, "load_average", lambda: average)
     monkeypatch.setattr(load, "cores", lambda: 4)
     monkeypatch.setattr(command, "time_networks", lambda *_: [Measured((1.0, 1.0)), Measured(seconds)])
-    asked = ["compress", "digits-cnn", "--keep", "0.7", "--method", "svd", "--out", str(tmp_path / "o")]
+    asked = [
+        "compress",
+        "digits-cnn",
+        "--random-weights",
+        "--force",
+        "--keep",
+        "0.7",
+        "--method",
+        "svd",
+        "--out",
+        str(tmp_path / "o"),
+    ]
     busy = average > 5 or seconds[0] != seconds[1]
     assert main(asked) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -567,7 +567,8 @@ def test_compress_for_a_latency() -> None:
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    common = ["compress", "digits-cnn", "--error", "energy", "--out", str(tmp_path / "o"), "--json"]
+    common = ["compress", "digits-cnn", "--random-weights", "--force", "--error", "energy", "--json"]
+    common += ["--out", str(tmp_path / "o")]
     svd = ["--method", "svd-energy"]
     for flags, measured in (([], False), (["--never-slower"], True), (["--no-never-slower"], False), (svd, False)):
         assert main([*common, "--keep", "0.6", *flags, "--timing", "batch=2,repeats=1"]) == 0

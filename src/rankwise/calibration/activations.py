@@ -6,6 +6,7 @@ large offset cost no digits. Labels are never needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -67,19 +68,72 @@ def patches(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
     if layer.dims == 0 or layer.transposed:
         samples = positions_of(given, layer.dims)
         return torch.unflatten(samples, 1, (layer.groups, -1)).transpose(0, 1)
-    batch = padded(layer, given if given.ndim == layer.dims + 2 else given[None])
-    for axis in range(layer.dims):  # (n, c, *positions, *taps), one axis at a time
-        reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
-        batch = batch.unfold(2 + axis, reach, layer.stride[axis])[..., :: layer.dilation[axis]]
-    batch = torch.unflatten(batch, 1, (layer.groups, layer.group_channels))
+    batch = torch.unflatten(_windows(layer, given), 1, (layer.groups, layer.group_channels))
     # (n, G, c, *positions, *taps) → (G, n·positions, c·taps)
     spots = [3 + a for a in range(layer.dims)]
     taps = [3 + layer.dims + a for a in range(layer.dims)]
     return batch.permute(1, 0, *spots, 2, *taps).reshape(layer.groups, -1, patch_size(layer))
 
 
+def spots_of(layer: Layer, given: Tensor, output: Tensor, most: int, random: torch.Generator) -> Tensor:
+    """Numbers of at most so many places where a layer is applied, drawn at random: the same for all inputs of a batch.
+
+    Places of a convolution are those of its outputs, of a transposed one those of its inputs; of a linear layer they are
+    what lies between the first and the last axis.
+    """
+    if layer.dims and (layer.transposed or given.ndim == layer.dims + 2):
+        total = math.prod((given if layer.transposed else output).shape[-layer.dims :])
+    else:
+        total = math.prod(given.shape[1:-1]) if layer.dims == 0 else math.prod(output.shape[-layer.dims :])
+    if total <= most:
+        return torch.arange(total)
+    return torch.randperm(total, generator=random)[:most].sort()[0]
+
+
+def patches_at(layer: Layer, given: Tensor, spots: Tensor) -> Tensor:
+    """`patches` at some places only: (G, inputs · places, c/G · Πκ). The others are never copied."""
+    spots = spots.to(given.device)
+    if layer.dims == 0 or layer.transposed:
+        last = given.movedim(given.ndim - layer.dims - 1, -1)
+        whole = last.ndim > 2 and (layer.dims == 0 or given.ndim == layer.dims + 2)
+        rows = last.reshape(len(last), -1, last.shape[-1])[:, spots] if whole else last
+        samples = rows.reshape(-1, last.shape[-1])
+        return torch.unflatten(samples, 1, (layer.groups, -1)).transpose(0, 1)
+    windows = _windows(layer, given)
+    sizes = windows.shape[2 : 2 + layer.dims]
+    chosen = windows[(slice(None), slice(None), *torch.unravel_index(spots, sizes))]  # (n, c, places, *taps)
+    chosen = torch.unflatten(chosen, 1, (layer.groups, layer.group_channels))
+    taps = [4 + a for a in range(layer.dims)]
+    return chosen.permute(1, 0, 3, 2, *taps).reshape(layer.groups, -1, patch_size(layer))
+
+
+def pooled_patches(layer: Layer, given: Tensor) -> Tensor:
+    """The mean of an input's patches over all places, (G, inputs, c/G · Πκ). Not for transposed convolutions."""
+    if layer.dims == 0:
+        means = given.reshape(len(given), -1, given.shape[-1]).mean(1)
+        return torch.unflatten(means, 1, (layer.groups, -1)).transpose(0, 1)
+    batch = padded(layer, given if given.ndim == layer.dims + 2 else given[None])
+    for axis in reversed(range(layer.dims)):  # places of one axis at a time are averaged, its taps go to the end
+        reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
+        batch = batch.unfold(2 + axis, reach, layer.stride[axis])[..., :: layer.dilation[axis]].mean(2 + axis)
+    batch = batch.permute(0, 1, *range(batch.ndim - 1, 1, -1))
+    means = torch.unflatten(batch, 1, (layer.groups, layer.group_channels)).transpose(0, 1)
+    return means.reshape(layer.groups, len(batch), -1)
+
+
+def _windows(layer: Layer, given: Tensor) -> Tensor:
+    """A view of what a convolution sees: (n, c, *positions, *taps)."""
+    batch = padded(layer, given if given.ndim == layer.dims + 2 else given[None])
+    for axis in range(layer.dims):  # one axis at a time
+        reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
+        batch = batch.unfold(2 + axis, reach, layer.stride[axis])[..., :: layer.dilation[axis]]
+    return batch
+
+
 def padded(layer: Layer, batch: Tensor) -> Tensor:
     """A batch as the taps of a convolution see it, margins included."""
+    if layer.padding_mode == "zeros":
+        return F.pad(batch, [side for both in reversed(_margins(layer)) for side in both])
     for axis, (before, after) in enumerate(_margins(layer)):
         batch = _pad(batch, layer.dims, axis, before, after, layer.padding_mode)
     return batch

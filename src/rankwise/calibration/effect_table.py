@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor, nn
 
 from rankwise.calibration.inputs import Inputs
 from rankwise.calibration.output_metric import Influence, influences
+from rankwise.calibration.shrinkage import target_for
+from rankwise.core.fold import all_folds
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import check_finite
+from rankwise.core.option import Option
 from rankwise.decompositions import DECOMPOSITIONS, METRIC, PLAIN, Selection, Target
-from rankwise.decompositions.whitened import root_of, share_for, shrunk
+from rankwise.decompositions.held_out import plain_errors
 from rankwise.planning.planner import Settings
 from rankwise.planning.table import Progress, Table, fingerprint, module_weights
 
@@ -31,7 +35,7 @@ def effect_table(
     weights = module_weights(model, coverage)
     for layer in coverage.layers:
         check_finite(weights[layer.name], layer.name)
-    found = influences(model, inputs.batches, list(coverage.layers), LARGEST, settings.seed, inputs.means)
+    found = influences(model, inputs, [layer for layer in coverage.layers], LARGEST, settings.seed, inputs.means)
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
     table.decompositions = settings.decompositions
     for done, layer in enumerate(coverage.layers):
@@ -43,17 +47,12 @@ def effect_table(
             for name in settings.decompositions:
                 if DECOMPOSITIONS[name].needs == METRIC:
                     table.add(layer, DECOMPOSITIONS[name].score(target, settings.selection))
+            _compete(table, layer, target, settings)
         elif one.seen.count or not inputs.real:
             _add_plain(table, layer, weight, one, settings.selection)
     if progress:
         progress("", len(coverage.layers), len(coverage.layers))
     return table, found
-
-
-def target_for(layer: Layer, weight: Tensor, one: Influence, least: float) -> Target:
-    """What a layer is fitted to: its weight, and moments that are drawn towards the identity where samples are few."""
-    share = max(least, share_for(one.seen.count, one.seen.mean.shape[-1]))
-    return Target(layer, weight, moment=shrunk(one.moment, share), metric=root_of(one.metric))
 
 
 def _add_plain(table: Table, layer: Layer, weight: Tensor, one: Influence, selection: Selection) -> None:
@@ -71,5 +70,16 @@ def _add_plain(table: Table, layer: Layer, weight: Tensor, one: Influence, selec
 
 def _mean(one: Influence) -> float:
     """What one unit of ‖W − Ŵ‖² costs if inputs and outputs had no preferred direction."""
+    both = one.both
     power = float(one.seen.second_moment.diagonal(dim1=1, dim2=2).mean())
-    return power * float(one.metric.diagonal(dim1=1, dim2=2).mean())
+    return power * (both.places / one.variance if one.is_output else float(both.metric.diagonal(dim1=1, dim2=2).mean()))
+
+
+def _compete(table: Table, layer: Layer, target: Target, settings: Settings) -> None:
+    """The SVD of the weight alone beside what is fitted, where it may be chosen: one slice, all taps in the encoder."""
+    asked = settings.selection
+    if PLAIN.name not in settings.decompositions or (asked.folds, asked.slices) != ("all", "all") or layer.transposed:
+        return
+    option = Option(all_folds(layer.dims)[0], 1, PLAIN.name)
+    found = [plain_errors(target.weight, layer, s.test_moment, s.test_metric) for s in target.measured()]
+    table.given[layer.name, option] = {"effect": np.minimum.accumulate(np.maximum(0.0, np.mean(found, axis=0)))}

@@ -1,28 +1,97 @@
-"""What a plan looks at: calibration data, or inputs that are made up where there is none."""
+"""What a plan looks at: calibration data, or inputs that are made up where there is none; and which part serves what.
+
+Whoever is fitted to an input cannot be judged on it. So inputs are dealt out at random to four parts:
+
+    two halves   statistics are kept apart for each: factors are fitted on one and measured on the other
+    check        judges what is decided after the plan: corrections of the prediction, fitting in order, recovery
+    last         sees nothing until the network is finished: what is measured there is what the plan states as measured
+
+One image or one sequence is one sample, whatever the number of its positions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.calibration.activations import Data, batches
 from rankwise.calibration.synthetic import noise, norms_of, synthetic_images
-from rankwise.surgery.forward import Example
+from rankwise.surgery.forward import Example, tensors_of
 
 CALIBRATION, SYNTHETIC, NOISE = "calibration", "synthetic", "noise"
 SHRINKAGE = 0.1  # of moments of inputs that are not data, towards the identity, at least
 ENTRIES = 1 << 21  # of a batch of images: 13 of 3×224×224
+MOST_AT_ONCE = 256  # samples of a batch
+FEWEST = 12  # samples: with fewer, all of them are in the halves
+ASIDE, MOST_ASIDE = 12, 64  # one of so many samples is in `check`, another one in `last`; at most so many
+
+Rows = list[tuple[int, Tensor]]  # which samples of which batch
+
+
+@dataclass(frozen=True, eq=False)
+class Portion:
+    """Some samples of some batches; read as often as needed, a piece of a batch at a time."""
+
+    batches: list[Example]
+    rows: Rows
+
+    def __iter__(self) -> Iterator[Example]:
+        for piece in self.pieces():
+            yield piece.together()
+
+    def pieces(self, entries: int = ENTRIES) -> Iterator[Portion]:
+        """Portions that run at once, of at most so many entries where they are images; small batches are joined."""
+        joined: Rows = []
+        size, shape = 0, None
+        for number, rows in self.rows:
+            batch = self.batches[number]
+            kind = (batch.shape[1:], batch.dtype) if isinstance(batch, Tensor) and samples_in(batch) > 0 else None
+            most = _at_once(batch, entries)
+            for some in torch.split(rows, most):
+                if joined and (kind is None or kind != shape or size + len(some) > most):
+                    yield Portion(self.batches, joined)
+                    joined, size = [], 0
+                joined.append((number, some))
+                size, shape = size + len(some), kind
+        if joined:
+            yield Portion(self.batches, joined)
+
+    def together(self) -> Example:
+        """All samples as one batch; what `pieces` gives can be joined."""
+        parts = [_take(self.batches[number], rows) for number, rows in self.rows]
+        return _laid_out(parts[0] if len(parts) == 1 else torch.cat(parts))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return sum(len(rows) for _, rows in self.rows)
+
+    def first(self, count: int) -> Portion:
+        """At most so many samples, the first ones."""
+        found: Rows = []
+        for number, rows in self.rows:
+            if count > 0:
+                found.append((number, rows[:count]))
+                count -= len(found[-1][1])
+        return Portion(self.batches, found)
+
+    def __add__(self, other: Portion) -> Portion:
+        """The samples of both, those of one batch together."""
+        joined: dict[int, list[Tensor]] = {}
+        for number, rows in (*self.rows, *other.rows):
+            joined.setdefault(number, []).append(rows)
+        return Portion(self.batches, [(number, torch.cat(parts).sort()[0]) for number, parts in sorted(joined.items())])
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Batches of inputs, and of what `kind` they are."""
+    """Batches of inputs, of what `kind` they are, and their parts, drawn with `seed`."""
 
     batches: list[Example]
     kind: str
+    seed: int = 0
 
     @property
     def real(self) -> bool:
@@ -39,6 +108,34 @@ class Inputs:
         """How far moments are drawn towards the identity at least."""
         return 0.0 if self.real else SHRINKAGE
 
+    @cached_property
+    def _parts(self) -> tuple[Portion, ...]:
+        sizes = [samples_in(batch) for batch in self.batches]
+        total = sum(sizes)
+        aside = 0 if total < FEWEST else min(MOST_ASIDE, max(2, total // ASIDE))
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(self.seed))
+        fitted = order[2 * aside :]
+        drawn = (fitted[::2], fitted[1::2], order[:aside], order[aside : 2 * aside])
+        return tuple(Portion(self.batches, _by_batch(some, sizes)) for some in drawn)
+
+    @property
+    def halves(self) -> tuple[Portion, Portion]:
+        """What factors are fitted to and measured on. A single input is alone in the first."""
+        return self._parts[0], self._parts[1]
+
+    @property
+    def fitted(self) -> Portion:
+        """Both halves together."""
+        return self._parts[0] + self._parts[1]
+
+    @property
+    def check(self) -> Portion:
+        return self._parts[2]
+
+    @property
+    def last(self) -> Portion:
+        return self._parts[3]
+
 
 def find_inputs(
     model: nn.Module, example: Example | None, data: Data | None, macs: int | None, seed: int = 0
@@ -48,18 +145,65 @@ def find_inputs(
     Raises `NoInputs` with the reason where nothing can be made up. `macs` are those of the example.
     """
     if data is not None:
-        return Inputs(in_parts(data), CALIBRATION)
+        return Inputs(list(batches(data)), CALIBRATION, seed)
     if norms_of(model):
-        return Inputs(in_parts(synthetic_images(model, example, macs, seed)), SYNTHETIC)
-    return Inputs(in_parts(noise(model, example, macs, seed)), NOISE)
+        return Inputs(list(synthetic_images(model, example, macs, seed)), SYNTHETIC, seed)
+    return Inputs(list(noise(model, example, macs, seed)), NOISE, seed)
 
 
-def in_parts(data: Data) -> list[Example]:
-    """All batches, since they are read for every layer; large ones cut, since gradients of all layers are held."""
-    return [part for batch in batches(data) for part in _parts(batch)]
+def samples_in(batch: Example) -> int:
+    """How many samples a batch has: the first size of its tensors, or 1 if they differ in it."""
+    sizes = {len(t) if t.ndim else 0 for t in tensors_of(batch)}
+    return sizes.pop() if len(sizes) == 1 and 0 not in sizes else 1
 
 
-def _parts(batch: Example) -> Iterable[Example]:
-    if not isinstance(batch, Tensor) or batch.ndim != 4 or batch.numel() <= ENTRIES:
-        return (batch,)
-    return torch.split(batch, max(1, ENTRIES * len(batch) // batch.numel()))
+def _by_batch(samples: Tensor, sizes: list[int]) -> Rows:
+    """Numbers of samples over all batches → their numbers in each batch, in order."""
+    ends = torch.tensor(sizes).cumsum(0)
+    samples = samples.sort()[0]
+    which = torch.bucketize(samples, ends, right=True)
+    starts = ends - torch.tensor(sizes)
+    return [(int(b), samples[which == b] - starts[b]) for b in which.unique()]
+
+
+def _at_once(batch: Example, entries: int) -> int:
+    """So many samples like those of a batch run at once: gradients of all layers are held."""
+    count = max(1, samples_in(batch))
+    if not isinstance(batch, Tensor) or batch.ndim != 4:
+        return count
+    each = batch.numel() // count
+    return max(1, min(MOST_AT_ONCE, entries // max(1, each)))
+
+
+def _take(batch: Example, rows: Tensor) -> Example:
+    if isinstance(batch, Tensor) and batch.ndim:
+        return batch[rows.to(batch.device)]
+    if samples_in(batch) == 1:
+        return batch
+    if isinstance(batch, Mapping):
+        return {key: _take_part(value, rows) for key, value in batch.items()}
+    return type(batch)(_take_part(value, rows) for value in batch)
+
+
+def _take_part(value: object, rows: Tensor) -> object:
+    if isinstance(value, Tensor):
+        return value[rows.to(value.device)]
+    if isinstance(value, Mapping):
+        return {key: _take_part(part, rows) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_take_part(part, rows) for part in value)
+    return value
+
+
+def _laid_out(batch: Example) -> Example:
+    """Images with channels innermost in memory: convolutions on the CPU take half of the time, for the same numbers."""
+    if isinstance(batch, Tensor) and batch.ndim == 4 and batch.is_floating_point():
+        return batch.contiguous(memory_format=torch.channels_last)
+    return batch
+
+
+def whole_batches(data: Data) -> Iterable[Example]:
+    """All of the data, a piece of a batch at a time."""
+    found = list(batches(data))
+    rows = [(i, torch.arange(samples_in(batch))) for i, batch in enumerate(found)]
+    return Portion(found, rows)

@@ -1,102 +1,325 @@
-"""How much the network's outputs move when a layer's outputs move.
+"""How much the network's outputs move when a layer's weight changes, and what the layer sees.
 
-For a change δ of a layer's outputs the network's outputs change by about J δ. The metric of a layer is
+A change ΔW of a layer's weight moves the outputs of one input by Σ_p J_p ΔW x_p to first order, summed over the positions
+p where the layer is applied. For v drawn from N(0, I) and g_p the gradient of v · output at the layer's outputs,
 
-    E[JᵀJ] = E[g gᵀ],   g the gradient of v · output with v drawn from N(0, I),
+    E ‖Δ out‖² = E ⟨ΔW, Γ⟩²,   Γ = Σ_p g_p x_pᵀ,
 
-summed over positions: E ‖J δ‖² ≈ tr(metric · E[δ δᵀ]) if positions and layers are taken as independent. So the
-change of the network's outputs is a sum over layers, in one unit, and can be searched exactly. Labels are never needed,
-and a network that is sure of itself (softmax near 0 and 1) does not hide its sensitivity, as gradients of a loss would.
+one matrix for each input. Its second moments are taken as a product of two factors (as in Kronecker-factored curvature):
+
+    E ‖Δ out‖² ≈ tr(metric · ΔW · moment · ΔWᵀ),   moment = E[ΓᵀΓ],   metric = E[ΓΓᵀ] / E ‖Γ‖²
+
+So errors that are alike at neighbouring positions, and add up where the network averages, count as often as they do;
+taken as independent, they would be understated many times in front of a global pooling. The change of the network's
+outputs is a sum over layers, in one unit, and can be searched exactly. Labels are never needed, and a network that is
+sure of itself (softmax near 0 and 1) does not hide its sensitivity, as gradients of a loss would. Of a layer whose
+outputs are those of the network J is the identity, so nothing is drawn.
+
+One input gives little more than one sample of Γ. The moments of single positions, of which there are many more samples,
+are kept beside those of Γ: they are what the latter are drawn towards (shrinkage.py). Statistics of the two halves of
+the inputs are kept apart (inputs.py).
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from rankwise.calibration.activations import batches, check_finite, check_some, patch_size, patches, positions_of
+from rankwise.calibration.activations import check_finite, check_some, patch_size, patches, patches_at, spots_of
+from rankwise.calibration.inputs import CALIBRATION, Inputs, Portion
 from rankwise.core.layer import Layer
-from rankwise.core.linalg import precise, zeros
-from rankwise.core.moments import Moments
+from rankwise.core.moments import Moments, square
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import Batches, Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.fuse import followers
 from rankwise.surgery.hooks import Seen, watching
 
-UNFOLDED = 1 << 26  # entries of unfolded patches at a time
-ROWS = 64  # patches for each dimension: more hardly change a covariance
-DRAWS = 2
+ROWS = 32  # patches for each dimension, over all inputs; neighbours say nearly the same
+LEAST = 16  # patches of each input at least
+PLACES = 3136  # positions of each input at most that Γ is summed over
+UNFOLDED = 1 << 24  # entries of patches at a time
+GRADIENTS = 256  # inputs that gradients are taken of
+INPUTS, PATCHES = 64, 1 << 24  # inputs, or entries of patches, that Γ of a layer is taken of, in each half
+DRAWS = 1
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How far moments of Γ are drawn towards those of single positions, and then both factors towards the identity."""
+
+    moment: float
+    metric: float
+    calm: float = 0.0
+
+    def doubled(self) -> Shares:
+        """For twice as many inputs: s = d / (d + n) becomes d / (d + 2 n)."""
+        return Shares(*(share / (2 - share) for share in (self.moment, self.metric, self.calm)))
+
+    def halved(self) -> Shares:
+        return Shares(*(2 * share / (1 + share) for share in (self.moment, self.metric, self.calm)))
+
+
+@dataclass
+class Half:
+    """What one half of the inputs says of a layer.
+
+    `seen` are moments of its patches, `metric` Σ_p g_p g_pᵀ (G, f/G, f/G), mean over inputs: positions one by one.
+    `moment` (G, d, d) and `outer` (G, f/G, f/G) are E[ΓᵀΓ] and E[ΓΓᵀ]. `samples` and `gammas` are the inputs that were
+    seen, and those that Γ was taken of; `places` is how often the layer is applied to an input.
+    """
+
+    seen: Moments = field(default_factory=Moments)
+    metric: Tensor = field(default_factory=lambda: torch.zeros(()))
+    moment: Tensor = field(default_factory=lambda: torch.zeros(()))
+    outer: Tensor = field(default_factory=lambda: torch.zeros(()))
+    samples: int = 0
+    gammas: int = 0
+    places: float = 1.0
+    pulls: tuple[float, float] = (0.0, 0.0)  # Σ over inputs of ‖Σ_p g_p‖² and of Σ_p ‖g_p‖²
+
+    @property
+    def alike(self) -> float:
+        """How far gradients at different positions of an input agree: mean of g_p · g_q relative to that of ‖g_p‖²."""
+        whole, single = self.pulls
+        if not single > 0 or not self.places > 1:
+            return 0.0
+        return min(1.0, max(0.0, (whole / single - 1) / (self.places - 1)))
+
+    def divided(self, by: float) -> None:
+        self.metric, self.moment, self.outer = self.metric / by, self.moment / by, self.outer / by
 
 
 @dataclass
 class Influence:
-    """What the data says of a layer: the moments of its patches, and the metric (G, f/G, f/G) of its outputs.
+    """What the inputs say of a layer, in two halves; `seen` is of both together.
 
-    The metric is relative to the `variance` of the network's outputs, which is the same for all layers.
-    Where a patch has too many entries for a covariance, `seen` is of single entries and `whole` is False. `centred` is
-    whether the mean of an error can be made up for, so that only what varies is lost: by the layer's bias, or without
-    one by the running mean of the batch norm `norm` that follows. Outputs of a transposed convolution differ in how
-    many inputs they see: one bias would not do.
+    Moments are relative to the `variance` of the network's outputs, which is the same for all layers. Where a patch has
+    too many entries for a covariance, `seen` is of single entries and `whole` is False. `centred` is whether the mean of
+    an error can be made up for, so that only what varies is lost: by the layer's bias, or without one by the running
+    mean of the batch norm `norm` that follows. Outputs of a transposed convolution differ in how many inputs they see:
+    one bias would not do. `is_output` is whether the layer's outputs are those of the network.
     """
 
-    seen: Moments
-    metric: Tensor
+    halves: tuple[Half, Half]
     whole: bool = True
     variance: float = 0.0
     centred: bool = False
     norm: str = ""
+    is_output: bool = False
+    shares: Shares | None = None  # of both halves together, once they are chosen (shrinkage.py)
 
     @property
-    def moment(self) -> Tensor:
-        """What errors of the layer's weight are measured with (G, d, d)."""
-        return self.seen.covariance if self.centred else self.seen.second_moment
+    def seen(self) -> Moments:
+        return self.halves[0].seen.merged(self.halves[1].seen)
+
+    @property
+    def samples(self) -> int:
+        return sum(half.samples for half in self.halves)
+
+    @property
+    def both(self) -> Half:
+        """The halves together."""
+        parts = [half for half in self.halves if half.gammas]
+        total = max(1, sum(half.gammas for half in parts))
+        sums = [
+            sum((getattr(half, name) * (half.gammas / total) for half in parts), start=torch.zeros(()))
+            for name in ("metric", "moment", "outer")
+        ]
+        pulls = [sum(half.pulls[i] for half in self.halves) for i in (0, 1)]
+        return Half(self.seen, *sums, self.samples, total, self.halves[0].places, (pulls[0], pulls[1]))
 
 
 def influences(
-    model: nn.Module, data: Batches, layers: list[Layer], largest: int, seed: int = 0, means: bool = True
+    model: nn.Module, inputs: Inputs | Batches, layers: list[Layer], largest: int, seed: int = 0, means: bool = True
 ) -> dict[str, Influence]:
     """For every layer its influence, relative to the variance of the network's outputs.
 
     Covariances of patches with more than `largest` entries are not collected. Without `means` those of the data are not
     to be trusted, and nothing makes up for the mean of an error.
     """
-    found = {la.name: Influence(Moments(), _zeros(la), patch_size(la) <= largest) for la in layers}
-    outputs: dict[str, list[Tensor]] = {}
-    random = torch.Generator().manual_seed(seed)
-    count = images = 0
-    answers: dict[int, Moments] = {}
-
-    def look(layer: Layer, call: Seen) -> Tensor:
-        output: Tensor = call.output
-        rows, _there = some_patches(layer, call.given.detach(), output.detach(), random)
-        check_finite(rows, count, layer.name)
-        one = found[layer.name]
-        one.seen.add(rows if one.whole else rows.reshape(len(rows), -1, 1))
-        kept = output if output.requires_grad else output.detach().requires_grad_()
-        outputs.setdefault(layer.name, []).append(kept)
-        return kept.clone()  # what follows may work in place
-
-    with undisturbed(model), torch.enable_grad(), ExitStack() as hung:
-        for count, batch in enumerate(batches(data), start=1):
-            if count == 1:
-                if means:
-                    _find_means(model, batch, layers, found)
-                hung.enter_context(watching(model, {layer.name: partial(look, layer) for layer in layers}))
-            outputs.clear()
-            answer = [t for t in tensors_of(run_example(model, batch)) if t.is_floating_point()]
-            images += next((len(t) for t in answer if t.ndim), 1)
-            add_answers(answers, answer)
-            _add_metrics(found, outputs, answer, layers, random)
-    check_some(count)
+    inputs = inputs if isinstance(inputs, Inputs) else Inputs(list(inputs), CALIBRATION)
+    found = {la.name: Influence((Half(), Half()), patch_size(la) <= largest) for la in layers}
+    count = len(inputs.halves[0]) + len(inputs.halves[1])
+    walk = _Walk(model, layers, found, count, torch.Generator().manual_seed(seed))
+    answers: dict[int, Spread] = {}
+    with undisturbed(model), ExitStack() as hung:
+        for number, half in enumerate(inputs.halves):
+            for batch in half:
+                if not walk.batch:
+                    if means:
+                        _find_means(model, batch, layers, found)
+                    hung.enter_context(watching(model, {la.name: partial(walk.look, la) for la in layers}))
+                add_answers(answers, walk.run(batch, number))
+    check_some(walk.batch)
     variance = variance_of(answers)
     for one in found.values():
-        one.metric, one.variance = one.metric / (variance * max(1, images) * DRAWS), variance
+        one.variance = variance
+        for mine in one.halves:
+            mine.divided(variance * max(1, mine.gammas) * DRAWS)
     return found
+
+
+class _Walk:
+    """Runs batches through the network and adds up what the layers see, and the gradients at their outputs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[Layer],
+        found: dict[str, Influence],
+        count: int,
+        random: torch.Generator,
+    ) -> None:
+        self.model, self.layers, self.found, self.count, self.random = model, layers, found, count, random
+        self.batch = self.half = 0
+        self.drawn = [0, 0]
+        self.calls: dict[str, list[tuple[Tensor, Tensor]]] = {}  # inputs and outputs
+
+    def look(self, layer: Layer, call: Seen) -> Tensor | None:
+        one = self.found[layer.name]
+        rows = self.rows(layer, call.given.detach(), call.output.detach())
+        check_finite(rows, self.batch, layer.name)
+        one.halves[self.half].seen.add_quickly(rows if one.whole else rows.reshape(len(rows), -1, 1))
+        if not torch.is_grad_enabled():
+            return None
+        output: Tensor = call.output
+        kept = output if output.requires_grad else output.detach().requires_grad_()
+        self.calls.setdefault(layer.name, []).append((call.given.detach(), kept))
+        return kept.clone()  # what follows may work in place
+
+    def rows(self, layer: Layer, given: Tensor, output: Tensor) -> Tensor:
+        """Some of the patches (G, n, d), at places drawn for the batch."""
+        wanted = max(LEAST, math.ceil(ROWS * patch_size(layer) / max(1, self.count)))
+        return patches_at(layer, given, spots_of(layer, given, output, wanted, self.random))
+
+    def run(self, batch: Example, half: int) -> list[Tensor]:
+        """The network's outputs. Gradients are taken of the first inputs only."""
+        self.batch, self.half = self.batch + 1, half
+        self.calls.clear()
+        with torch.set_grad_enabled(2 * self.drawn[half] < GRADIENTS):
+            answer = [t for t in tensors_of(run_example(self.model, batch)) if t.is_floating_point()]
+            inputs = next((len(t) for t in answer if t.ndim), 1)
+            if torch.is_grad_enabled():
+                self.drawn[half] += inputs
+                self._add_metrics(answer, inputs)
+        for layer in self.layers:
+            self.found[layer.name].halves[half].samples += inputs
+        return answer
+
+    def _add_metrics(self, answer: list[Tensor], inputs: int) -> None:
+        reached = [(layer, call) for layer in self.layers for call in self.calls.get(layer.name, [])]
+        tracked = [t for t in answer if t.requires_grad]
+        if not tracked or not reached:
+            raise RankwiseError(
+                "the network's outputs do not depend on its layers, so their influence is unknown: leave data= out"
+            )
+        for layer in self.layers:
+            mine = self.found[layer.name]
+            calls = self.calls.get(layer.name, [])
+            mine.is_output = len(calls) == len(answer) == 1 and _is_copy(answer[0], calls[0][1])
+        for _ in range(DRAWS):
+            total = sum(
+                ((torch.randn(t.shape, generator=self.random).to(t) * t).sum() for t in tracked), start=torch.zeros(())
+            )
+            outs = [out for _, (_, out) in reached]
+            found = torch.autograd.grad(total, outs, retain_graph=DRAWS > 1, allow_unused=True)
+            gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
+            for (layer, (given, _)), gradient in zip(reached, found, strict=True):
+                if gradient is not None:
+                    gradients.setdefault(layer.name, []).append((given, gradient))
+            for layer in self.layers:
+                if layer.name in gradients:
+                    self._add_metric(layer, gradients.pop(layer.name), inputs)
+
+    def _enough(self, layer: Layer, calls: list[tuple[Tensor, Tensor]]) -> float:
+        """So many inputs of a half are enough: a layer with many positions says much in each of them."""
+        entries = sum(gradient[0].numel() for _, gradient in calls) // layer.filters * patch_size(layer)
+        return max(INPUTS, PATCHES / max(1, entries))
+
+    def _add_metric(self, layer: Layer, calls: list[tuple[Tensor, Tensor]], inputs: int) -> None:
+        """Γ of each input, over all calls of the layer."""
+        one = self.found[layer.name]
+        half = one.halves[self.half]
+        if half.gammas >= self._enough(layer, calls):
+            return
+        half.gammas += inputs
+        pairs = [_by_input(layer, given, gradient, inputs, self.random) for given, gradient in calls]
+        half.places = sum(share * g.shape[2] for _, g, share in pairs)
+        if one.is_output:
+            return
+        for _, gradient, share in pairs:
+            flat = gradient.flatten(1, 2)
+            half.metric = half.metric.to(flat) + share * square(flat)
+        if layer.transposed or not one.whole:
+            return
+        given, gradient, share = pairs[0]
+        if len(pairs) > 1:  # over all calls of the layer
+            given, gradient = (torch.cat([pair[i] for pair in pairs], dim=2) for i in (0, 1))
+        sums = float(gradient.sum(2).square().sum()), float(gradient.square().sum())
+        half.pulls = half.pulls[0] + share**2 * sums[0], half.pulls[1] + share * sums[1]
+        if one.centred:
+            given = given.sub_(given.mean(dim=(1, 2), keepdim=True)) if layer.dims else given - given.mean((1, 2), True)
+        step = max(1, UNFOLDED // max(1, given[:, 0].numel() + gradient[:, 0].numel()))
+        for i in range(0, given.shape[1], step):
+            moment, outer = _gammas(given[:, i : i + step], gradient[:, i : i + step])
+            half.moment = half.moment.to(moment) + share**2 * moment
+            half.outer = half.outer.to(outer) + share**2 * outer
+
+
+def _by_input(
+    layer: Layer, given: Tensor, gradient: Tensor, inputs: int, random: torch.Generator
+) -> tuple[Tensor, Tensor, float]:
+    """Patches (G, inputs, positions, d) and gradients (G, inputs, positions, f/G); of many positions some, for all.
+
+    The number is how many positions each of them stands for.
+    """
+    spots = spots_of(layer, given, gradient, PLACES, random)
+    rows = gradient.movedim(gradient.ndim - layer.dims - 1, -1)
+    rows = rows.reshape(len(rows), -1, rows.shape[-1]) if rows.ndim > 2 else rows[:, None]
+    share = 1.0
+    if layer.transposed or len(spots) == rows.shape[1]:
+        seen = patches(layer, given, gradient)
+    else:
+        share, rows = rows.shape[1] / max(1, len(spots)), rows[:, spots.to(rows.device)]
+        seen = patches_at(layer, given, spots)
+    rows = rows.flatten(0, 1)
+    if rows.dtype != torch.float64:
+        rows, seen = rows.float(), seen.float()
+    rows = torch.unflatten(rows, 1, (layer.groups, -1)).transpose(0, 1)
+    many = inputs if rows.shape[1] % inputs == 0 and seen.shape[1] % inputs == 0 else 1
+    return seen.reshape(len(seen), many, -1, seen.shape[-1]), rows.reshape(len(rows), many, -1, rows.shape[-1]), share
+
+
+def _gammas(given: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ ΓᵀΓ (G, d, d) and Σ ΓΓᵀ (G, f, f) over inputs, for Γ = Σ_p g_p x_pᵀ; by way of Γ or of Gram matrices."""
+    places, d, f = given.shape[2], given.shape[3], gradient.shape[3]
+    if places * f * d + f * d * (f + d) <= places**2 * (f + d) + places * (f * f + d * d):
+        gamma = gradient.transpose(2, 3) @ given  # (G, n, f, d)
+        rows, columns = gamma.flatten(1, 2), gamma.transpose(2, 3).flatten(1, 2)
+        return square(rows), square(columns)
+    alike, pull = given @ given.transpose(2, 3), gradient @ gradient.transpose(2, 3)  # (G, n, p, p)
+    moment = given.flatten(1, 2).transpose(1, 2) @ (pull @ given).flatten(1, 2)
+    outer = gradient.flatten(1, 2).transpose(1, 2) @ (alike @ gradient).flatten(1, 2)
+    return moment, outer
+
+
+def _is_copy(answer: Tensor, kept: Tensor) -> bool:
+    """Whether the network gives what the layer gave, untouched: the copy that the hook put in its place."""
+    made = answer.grad_fn
+    while made is not None and type(made).__name__ in _SAME:
+        if type(made).__name__ == "CloneBackward0":
+            source = made.next_functions[0][0]
+            return source is kept.grad_fn or getattr(source, "variable", None) is kept
+        made = made.next_functions[0][0]
+    return False
+
+
+_SAME = ("CloneBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "AliasBackward0")
 
 
 def _find_means(model: nn.Module, batch: Example, layers: list[Layer], found: dict[str, Influence]) -> None:
@@ -107,43 +330,41 @@ def _find_means(model: nn.Module, batch: Example, layers: list[Layer], found: di
         one.centred = bool(one.norm) or (layer.bias and not layer.transposed)
 
 
-def _zeros(layer: Layer) -> Tensor:
-    return zeros(layer.groups, layer.group_filters, layer.group_filters)
+@dataclass
+class Spread:
+    """Mean and variance of every entry of an answer, over inputs."""
+
+    count: int = 0
+    mean: Tensor = field(default_factory=lambda: torch.zeros(()))
+    scatter: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def add(self, rows: Tensor) -> None:
+        rows = rows.detach()
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        mean = rows.mean(0).double()
+        scatter = (rows - mean.to(rows)).square().sum(0).double()
+        shift, total = mean - self.mean, self.count + len(rows)
+        self.scatter = self.scatter + scatter + shift.square() * (self.count * len(rows) / total)
+        self.mean, self.count = self.mean + shift * (len(rows) / total), total
 
 
-def some_patches(layer: Layer, given: Tensor, output: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """At most ROWS · d of a batch's patches (G, n, d), drawn at random, and the outputs (n, f) at the same places.
-
-    Neighbouring patches say nearly the same. Of large images not all are unfolded to begin with. The outputs of a
-    transposed convolution are at other places: none are given.
-    """
-    size = patch_size(layer)
-    if given.ndim == output.ndim == layer.dims + 2:
-        each = math.prod(given.shape[2:] if layer.transposed else output.shape[2:]) * layer.groups * size
-        images = max(1, min(len(given), UNFOLDED // max(1, each)))
-        if images < len(given):
-            chosen = torch.randperm(len(given), generator=random)[:images].to(given.device)
-            given, output = given[chosen], output[chosen]
-    rows = patches(layer, given, output)
-    there = positions_of(output, layer.dims) if not layer.transposed else output.new_zeros(rows.shape[1], 0)
-    if rows.shape[1] > ROWS * size:
-        chosen = torch.randint(rows.shape[1], (ROWS * size,), generator=random).to(rows.device)
-        rows, there = rows[:, chosen], there[chosen]
-    return rows, there
+def add_answers(answers: dict[int, Spread], answer: list[Tensor]) -> None:
+    """What the network says, entry by entry. Outputs of another size, as larger images may give, are other entries."""
+    flat = flat_answer(answer)
+    if flat is not None:
+        answers.setdefault(flat.shape[1], Spread()).add(flat)
 
 
-def add_answers(answers: dict[int, Moments], answer: list[Tensor]) -> None:
-    """What the network says, entry by entry: only variances are needed, so every entry is a group of its own.
-
-    Outputs of another size, as larger images may give, are other entries.
-    """
-    answer = [t for t in answer if t.ndim]
-    if answer:
-        flat = torch.cat([t.detach().reshape(len(answer[0]), -1) for t in answer if len(t) == len(answer[0])], dim=1)
-        answers.setdefault(flat.shape[1], Moments()).add(flat.t()[:, :, None])
+def flat_answer(answer: list[Tensor]) -> Tensor | None:
+    """(inputs, entries): all outputs that have as many rows as the first one that is no single number."""
+    answer = [t.detach() for t in answer if t.ndim and t.is_floating_point()]
+    if not answer:
+        return None
+    parts = [t.reshape(len(answer[0]), -1) for t in answer if len(t) == len(answer[0])]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def variance_of(answers: dict[int, Moments]) -> float:
+def variance_of(answers: dict[int, Spread]) -> float:
     """Of an input's outputs, summed over their entries; of their squares where they never vary."""
     count = max(1, sum(one.count for one in answers.values()))
     varied = sum(float(one.scatter.sum()) for one in answers.values()) / count
@@ -151,25 +372,13 @@ def variance_of(answers: dict[int, Moments]) -> float:
     return max(varied, 1e-12 * energy, 1e-300)
 
 
-def _add_metrics(
-    found: dict[str, Influence],
-    outputs: dict[str, list[Tensor]],
-    answer: list[Tensor],
-    layers: list[Layer],
-    random: torch.Generator,
-) -> None:
-    reached = [(layer, out) for layer in layers for out in outputs.get(layer.name, [])]
-    tracked = [t for t in answer if t.requires_grad]
-    if not tracked or not reached:
-        raise RankwiseError(
-            "the network's outputs do not depend on its layers, so their influence is unknown: leave data= out"
-        )
-    for _ in range(DRAWS):
-        total = sum(((torch.randn(t.shape, generator=random).to(t) * t).sum() for t in tracked), start=torch.zeros(()))
-        gradients = torch.autograd.grad(total, [out for _, out in reached], retain_graph=True, allow_unused=True)
-        for (layer, _), gradient in zip(reached, gradients, strict=True):
-            if gradient is not None:
-                rows = precise(positions_of(gradient, layer.dims))
-                groups = torch.unflatten(rows, 1, (layer.groups, -1)).transpose(0, 1)
-                one = found[layer.name]
-                one.metric = one.metric.to(groups.device) + groups.transpose(1, 2) @ groups
+def change_of(model: nn.Module, small: nn.Module, inputs: Portion, variance: float) -> float:
+    """E ‖out − out°‖² relative to the variance of the outputs: what `effect` predicts."""
+    lost, count = 0.0, 0
+    with undisturbed(model), undisturbed(small):
+        for batch in inputs:
+            wanted, given = (flat_answer(tensors_of(run_example(net, batch))) for net in (model, small))
+            if wanted is not None and given is not None:
+                lost += float((given.double() - wanted.to(given.device).double()).square().sum())
+                count += len(wanted)
+    return lost / max(1, count) / variance

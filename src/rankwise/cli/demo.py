@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save as to_safetensors
 
 from rankwise.compression import Compression, Request
 from rankwise.core import files
@@ -27,6 +28,7 @@ from rankwise.surgery import checkpoint
 from rankwise.training.evaluate import evaluate
 from rankwise.training.loop import fit_
 from rankwise.training.results import provenance, write_row
+from rankwise.training.resume import model_tensors
 
 MODEL, DATA = "digits-cnn", "digits"
 METHODS = ("auto", "alds+", "alds", "svd-energy", "svd")
@@ -47,11 +49,12 @@ class Trained:
     jobs: dict[str, Compression]
     reference: dict[str, Any]
     spectra: str
+    weights: str
 
 
 def run_demo(out: Path, seed: int = 0, progress: Progress | None = None) -> dict[str, Any]:
     """Train REPEATS networks, one row for each of them, method and keep; writes a RESULTS folder and its report."""
-    for folder in (out, *(out / name for name in ("rows", "plans", "spectra"))):
+    for folder in (out, *(out / name for name in ("rows", "plans", "spectra", "weights"))):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as err:
@@ -71,7 +74,7 @@ def run_demo(out: Path, seed: int = 0, progress: Progress | None = None) -> dict
             for at, (method, keep) in enumerate(cells, start=1):
                 say(f"{method} at keep {keep:g}", done + at, total)
                 rows.append(_cell(trained, train, test, method, keep, out))
-    title = f"Handwritten digits: {len(METHODS)} methods, {len(KEEPS)} budgets, {REPEATS} networks"
+    title = f"Handwritten digits: {len(METHODS)} methods, {len(KEEPS)} budgets, 1 network, {REPEATS} seeds"
     written = write_report(out, out / "report.html", title)
     say("", total, total)
     return {**written, "reference": rows[0]["reference"], "rows": rows}
@@ -106,7 +109,9 @@ def _train(train: splits.Split, test: splits.Split, repeat: int, seed: int, out:
     jobs["auto"].basis(None)  # made here, as the table is: neither belongs to the time of a cell
     spectra = f"spectra/{table.fingerprint[:20]}.json"
     files.write_whole(out / spectra, (json.dumps(_spectra(table)) + "\n").encode())
-    return Trained(repeat, seed, jobs, evaluate(model, test).to_json(), spectra)
+    weights = f"weights/{MODEL}-{repeat}.safetensors"
+    files.write_whole(out / weights, to_safetensors(model_tensors(model)))
+    return Trained(repeat, seed, jobs, evaluate(model, test).to_json(), spectra, weights)
 
 
 def _spectra(table: Table) -> dict[str, Any]:
@@ -173,4 +178,6 @@ def _about(trained: Trained, plan: Plan, cell: str, keep: float) -> dict[str, An
         "seed": trained.seed,
         "plan": f"plans/{cell}.json",
         "spectra": trained.spectra,
+        "weights": trained.weights,
+        "calibrate": CALIBRATE,
     }

@@ -76,6 +76,7 @@ def export_command(
     folder: FolderArg,
     to: Annotated[str, typer.Option("--to", help=" or ".join(TARGETS) + ".")],
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: a file in DIR.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     input: InputOpt = None,
     fuse: FuseOpt = False,
     merge: Annotated[bool, typer.Option("--merge", help="Multiply out pairs that are slower than one layer.")] = False,
@@ -85,11 +86,18 @@ def export_command(
     base: BaseOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Write an ONNX file or a torch.export program, read it back and compare its outputs before saying done."""
+    """Write an ONNX file or a torch.export program, and read it back.
+
+    Its outputs are compared with the network's before it says done.
+    """
     if to not in TARGETS:
         raise RankwiseError(f"--to {to} was given: possible are {', '.join(TARGETS)}")
     how = read_timing(timing)
     _need_folder(folder)
+    target = out or folder / TARGETS[to]
+    if target.is_dir() or (target.exists() and not force):
+        what = "is a folder: give a file" if target.is_dir() else "exists: give another --out, or --force"
+        raise RankwiseError(f"{target} {what}")
     network = networks.build(str(folder), base=base).eval()
     example = example_for(str(folder), input, network)
     if example is None:
@@ -101,7 +109,7 @@ def export_command(
             network, merged = merge_slow(network, example, how)
         report(to, 1, 2)
         network = fuse_network(network, example) if fuse else network
-        found = {**write(network, example, out or folder / TARGETS[to], to), "merged": merged}
+        found = {**write(network, example, target, to), "merged": merged}
     if as_json:
         show.print_json(found)
         return
@@ -117,18 +125,13 @@ def export_command(
     )
 
 
-def register(app: typer.Typer) -> None:
-    app.command("bench")(bench_command)
-    app.command("export")(export_command)
-
-
 def times_grid(found: dict[str, Any]) -> Grid:
     """One line for each engine, number of threads and batch size."""
     title = f"time per batch, median; {found['layout']}{', fused' if found['fuse'] else ''}; {found['machine']}"
-    grid = Grid(title=title, title_justify="left")
+    grid = show.new_grid(title)
     grid.add_column("engine")
     for name in ("threads", "batch", "dense", "spread", "compressed", "spread", "ratio"):
-        grid.add_column(name, justify="right")
+        grid.add_column(name, justify="right", overflow="fold")
     for row in found["times"]:
         where = (row["engine"], str(row["threads"]), str(row["batch"]))
         if "error" in row:
@@ -144,7 +147,7 @@ def _share(measured: dict[str, Any]) -> str:
 
 
 def sizes_grid(found: dict[str, Any]) -> Grid:
-    grid = Grid()
+    grid = show.new_grid()
     grid.add_column("")
     for name in ("dense", "compressed", "ratio"):
         grid.add_column(name, justify="right")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from torch import nn
@@ -13,10 +15,66 @@ from rankwise.planning.units import PARAMS, UNITS
 
 
 def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
-    network = networks.build(spec, base=base)
+    """The network of a specification; of a folder that `iterate` wrote, that of its last round."""
+    network = networks.build(last_round(spec), base=base)
     if weights is not None:
         networks.load_weights_(network, weights)
     return network.eval()
+
+
+def last_round(spec: str) -> str:
+    """The folder of the last round that `iterate` finished in this folder; anything else as it is."""
+    folder = Path(spec)
+    if any((folder / name).exists() for name in ("plan.json", networks.WEIGHTS)):
+        return spec
+    done = [p for p in folder.glob("round-*") if p.name[6:].isdecimal() and (p / "row.json").is_file()]
+    return str(max(done, key=lambda p: int(p.name[6:]))) if done else spec
+
+
+def random_weights(spec: str) -> str:
+    """The sentence on a specification whose weights nobody has trained; empty for others."""
+    if not networks.has_random_weights(spec):
+        return ""
+    head = spec.partition(":")[0]
+    more = {"torchvision": ", or ?weights=DEFAULT behind the name", "timm": ", or ?pretrained behind the name"}
+    return f"the weights of {spec} are random: give trained ones with --weights FILE{more.get(head, '')}"
+
+
+def check_random(said: str, allowed: bool) -> None:
+    """Refuse to write a result that comes from random weights, unless that is asked for."""
+    if said and not allowed:
+        raise RankwiseError(f"{said}; if random weights are meant (to try shapes or speed), add --random-weights")
+
+
+def check_folder(out: Path, force: bool) -> None:
+    """Refuse an --out that holds something already, or that cannot be written; nothing is left behind."""
+    try:
+        if out.exists() and not out.is_dir():
+            raise RankwiseError(f"--out {out} is a file: give a folder")
+        if not force and out.is_dir() and any(out.iterdir()):
+            raise RankwiseError(f"--out {out} exists and is not empty: give another folder, or --force to overwrite it")
+        made = [folder for folder in (out, *out.parents) if not folder.exists()]
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=out):
+                pass
+        finally:
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
+    except (OSError, ValueError) as err:  # ValueError: a name that no folder can have
+        if isinstance(err, RankwiseError):
+            raise
+        why = (err.strerror if isinstance(err, OSError) else None) or err
+        raise RankwiseError(f"--out {out} cannot be written ({why}): give another folder") from None
+
+
+def budget_help() -> str:
+    """What --budget takes, from the registry of units."""
+    units = [
+        f"{unit.name} ({'a fraction' if unit.fraction_of else 'a fraction or a count'})" for unit in UNITS.values()
+    ]
+    return f"Such as macs=0.5; units: {', '.join(units)}; may be repeated."
 
 
 def read_budget(keep: float | None, parts: list[str] | None) -> Budget:

@@ -1,14 +1,19 @@
-"""The command `report`."""
+"""The command `report`, and the page that `compress` writes beside its network."""
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rankwise.cli import show
 from rankwise.errors import RankwiseError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def report(
@@ -22,7 +27,10 @@ def report(
     title: Annotated[str, typer.Option("--title", help="Title of the page; the folder's name unless given.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """One HTML file that opens without a network: curves, tables, plans to explore, and where every number is from."""
+    """One HTML file that opens without a network: curves, tables, plans to explore.
+
+    It says where every number is from.
+    """
     from rankwise.reports.html import write_report
 
     if out.is_dir():
@@ -40,5 +48,30 @@ def report(
     terminal.print(f"done: open {out} in a browser ({written['bytes'] / 1e6:.1f} MB)")
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(report)
+def single_report(
+    found: dict[str, Any], network: nn.Module, model: str, data: str | None, split: str, weights: Path | None
+) -> tuple[str | None, str]:
+    """The page about one compression, in the folder that it wrote, and a sentence about it.
+
+    `found` is what `--json` prints. Without the extra there is no page, and a page that cannot be written undoes
+    nothing: both are said.
+    """
+    from rankwise.reports.single import About, write_report
+
+    if found.get("out") is None:
+        return None, ""
+    if find_spec("plotly") is None:
+        return None, "no report: pip install 'rankwise[report]' for a page about every layer (--no-report for silence)"
+    out = Path(found["out"]) / "report.html"
+    about = About(data, split, None if weights is None else str(weights), _typed(), model)
+    try:
+        with show.progress("report") as progress:
+            write_report(out, found, network, about, progress)
+    except RankwiseError as err:
+        return None, f"no report: {err}"
+    return str(out), f"report: open {out} in a browser"
+
+
+def _typed() -> str | None:
+    """The command as it was given, where it was given to this program."""
+    return " ".join(["rankwise", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "rankwise" else None

@@ -1,57 +1,44 @@
-"""What the command line prints: tables for people, one JSON document for machines, progress on a terminal."""
+"""What the command line prints: tables for people, one JSON document for machines."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from rankwise.core.layer import Coverage
-from rankwise.planning.plan import Plan
-from rankwise.planning.table import Progress as Report
+from rankwise.cli.progress import progress as progress
+from rankwise.cli.progress import warn as warn
+from rankwise.core.layer import Coverage, Skipped
+from rankwise.planning.plan import Plan, listed
 from rankwise.planning.times import Conditions
 from rankwise.planning.units import UNITS
 from rankwise.reports.curves import panels
 from rankwise.training.limits import Trial
 
+COLUMNS = 80  # of a file or a pipe: tables fit into it
 
-def console() -> Console:
-    """Standard output; wide enough not to cut names when it is a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+class Output:
+    """Standard output. Tables fit into the terminal; sentences are one line each, for whoever searches in them."""
+
+    def print(self, what: object) -> None:
+        if isinstance(what, str):
+            sys.stdout.write(what + "\n")
+        else:
+            Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False).print(what)
+
+
+def console() -> Output:
+    return Output()
 
 
 def print_json(data: object) -> None:
     sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-
-_bars: list[Progress] = []  # that are shown: a terminal has room for one
-
-
-@contextmanager
-def progress(title: str) -> Iterator[Report]:
-    """A bar on standard error, there only while it runs and only on a terminal; one at a time."""
-    if _bars:
-        yield lambda name, done, total: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    err = Console(stderr=True)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        _bars.append(bar)
-        task = bar.add_task(title, total=None)
-
-        def report(name: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{title} {name}".rstrip(), completed=done, total=total)
-
-        try:
-            yield report
-        finally:
-            _bars.pop()
 
 
 def percent(part: int | None, whole: int | None) -> str:
@@ -62,14 +49,19 @@ def count(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
 
 
+def new_grid(title: str | None = None) -> Grid:
+    """Without lines between columns, so that more fits into a terminal."""
+    return Grid(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def coverage_grid(coverage: Coverage, title: str) -> Grid:
-    """Every module with parameters: what it is, what it costs, and why it is left alone if it is."""
-    grid = Grid(title=title, title_justify="left")
-    for name in ("layer", "kind", "weight"):
+    """Every layer that can be decomposed: what it is, and what it costs."""
+    grid = new_grid(title)
+    grid.add_column("layer", overflow="fold")
+    for name in ("kind", "weight"):
         grid.add_column(name, overflow="fold")
-    for name in ("params", "share", "macs", "share"):
-        grid.add_column(name, justify="right")
-    grid.add_column("decompose", overflow="fold")
+    for name in ("params", "share", "macs"):
+        grid.add_column(name, justify="right", no_wrap=True)
     for layer in coverage.layers:
         also = f" (also {', '.join(layer.aliases)})" if layer.aliases else ""
         grid.add_row(
@@ -79,13 +71,21 @@ def coverage_grid(coverage: Coverage, title: str) -> Grid:
             count(layer.params),
             percent(layer.params, coverage.params),
             count(layer.macs),
-            percent(layer.macs, coverage.macs),
-            "yes",
         )
-    for skipped in coverage.skipped:
-        share = percent(skipped.params, coverage.params)
-        grid.add_row(skipped.name, skipped.kind, "", count(skipped.params), share, "", "", f"no: {skipped.reason}")
     return grid
+
+
+def by_reason(whole: Iterable[Skipped], params: int) -> list[str]:
+    """One line for all modules that stay as they are for the same reason."""
+    reasons: dict[str, list[Skipped]] = {}
+    for skipped in whole:
+        reasons.setdefault(skipped.reason, []).append(skipped)
+    said = []
+    for reason, group in reasons.items():
+        share = percent(sum(s.params for s in group), params)
+        kinds = ", ".join(sorted({s.kind for s in group}))
+        said.append(f"{reason} ({kinds}; {share} of the params): {listed([s.name or 'the model' for s in group])}")
+    return said
 
 
 def coverage_json(coverage: Coverage) -> dict[str, Any]:
@@ -104,25 +104,22 @@ def plan_grid(plan: Plan, measure: str) -> Grid:
     """One line for each layer that was up for decision."""
     if plan.pruned:
         return _pruned_grid(plan)
-    grid = Grid(title=f"plan by {plan.method} for {plan.budget}", title_justify="left")
-    grid.add_column("layer", overflow="fold")
-    for name in ("weight", "by", "fold"):
-        grid.add_column(name)
-    for name in ("slices", "rank", f"error ({measure})", "params", "keep", "macs", "keep"):
-        grid.add_column(name, justify="right")
+    grid = new_grid(f"plan by {plan.method} for {plan.budget}; error: {measure}; params and macs: what is kept of them")
+    for name in ("layer", "by"):
+        grid.add_column(name, overflow="fold")
+    grid.add_column("fold", no_wrap=True)
+    for name in ("slices", "rank", "error", "params", "macs"):
+        grid.add_column(name, justify="right", no_wrap=True)
     for entry in plan.choices:
         before, after = entry.before, entry.after
         grid.add_row(
             entry.name,
-            "×".join(map(str, entry.shape)),
             entry.decomposition,
             entry.fold,
             str(entry.slices),
             f"{entry.outer}×{entry.rank}" if entry.outer else str(entry.rank),
             f"{entry.error.get(measure, float('nan')):.4f}",
-            count(after.params),
             percent(after.params, before.params),
-            count(after.macs),
             percent(after.macs, before.macs),
         )
     return grid
@@ -172,22 +169,19 @@ def trial(tried: Trial, unit: str) -> str:
 
 def _pruned_grid(plan: Plan) -> Grid:
     """One line for each narrowed module: what is left of its filters and of its channels."""
-    grid = Grid(title=f"plan by {plan.method} for {plan.budget}", title_justify="left")
+    grid = new_grid(f"plan by {plan.method} for {plan.budget}")
     grid.add_column("layer", overflow="fold")
-    grid.add_column("weight")
-    for name in ("filters kept", "channels kept", "params", "keep", "macs", "keep"):
-        grid.add_column(name, justify="right")
+    for name in ("filters kept", "channels kept", "params", "keep", "macs"):
+        grid.add_column(name, justify="right", no_wrap=name != "filters kept")
     for entry in plan.pruned:
         before, after = entry.before, entry.after
         outputs, inputs = entry.wide
         grid.add_row(
             entry.name,
-            "×".join(map(str, entry.shape)),
             _of(entry.filters, outputs),
             "" if len(entry.shape) == 1 else _of(entry.channels, inputs),
             count(after.params),
             percent(after.params, before.params),
-            count(after.macs) if before.macs else "",
             percent(after.macs, before.macs),
         )
     return grid
@@ -209,7 +203,7 @@ def held_filters(plan: Plan) -> list[str]:
 
 def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
     """The network before and after, and what was removed (CR-P, CR-F)."""
-    grid = Grid()
+    grid = new_grid()
     grid.add_column("")
     for name in ("before", "after", "keep", "removed"):
         grid.add_column(name, justify="right")
@@ -229,7 +223,7 @@ def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
 def rows_grid(rows: list[dict[str, Any]]) -> Grid:
     """Top-1 of every label at every keep, means over repeats: compressed → retrained, where it was."""
     panel = panels(rows)[0]
-    grid = Grid(title_justify="left", title=f"top-1 on {panel.n} images; before: {panel.reference[0]:.2f} %")
+    grid = new_grid(f"top-1 on {panel.n} images; before: {panel.reference[0]:.2f} %")
     grid.add_column("keep", justify="right")
     lines = {line.label: line for line in panel.stages[0].lines}
     for label in lines:

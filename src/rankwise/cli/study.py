@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table as Grid
 
 from rankwise.cli import show
 from rankwise.cli.options import JsonOpt
@@ -88,7 +87,12 @@ def _watched_run(
     as_json: bool,
 ) -> runner.Outcome:
     lines = sys.stderr if as_json else sys.stdout
+    cells = [cell for cell in study.cells() if matches(cell, only)]
+    missing = sum(runner.status_of(cell, out) != "done" for cell in cells)
+    if not sys.stderr.isatty():
+        print(f"{study.name}: {len(cells)} cells, {missing} to run, results in {out}", file=lines, flush=True)
     with show.progress("cells") as report:
+        report("", len(cells) - missing, len(cells))
 
         def say(row: dict[str, Any], done: int, total: int) -> None:
             report(row["cell"], done, total)
@@ -98,8 +102,7 @@ def _watched_run(
         try:
             return runner.run_study(study, out, engine, say, again, lambda cell: matches(cell, only))
         except KeyboardInterrupt:
-            print(f"rankwise: interrupted; the same command goes on with {out} where it stands", file=sys.stderr)
-            raise
+            raise KeyboardInterrupt(f"interrupted; the same command goes on with {out} where it stands") from None
 
 
 def matches(cell: Cell, only: list[str]) -> bool:
@@ -138,15 +141,15 @@ def _print_estimate(study: Study, out: str, only: list[str], as_json: bool) -> N
         show.print_json({"study": study.name, "out": out, **found.to_json(), "list": listed})
         return
     terminal = show.console()
-    grid = Grid(title=f"{study.title} ({study.mode})", title_justify="left")
-    for name in ("cell", "network", "data", "method"):
+    grid = show.new_grid(f"{study.title} ({study.mode})")
+    for name in ("cell", "network and data", "method"):
         grid.add_column(name, overflow="fold")
-    for name in ("keep", "retrain", "seed", "status"):
-        grid.add_column(name, justify="right")
+    for name in ("keep", "epochs", "seed", "status"):
+        grid.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
-        retrain = f"{cell.epochs} epochs" if cell.share else "no"
-        place = (cell.name, cell.network.model, cell.network.data, cell.entry.label)
-        grid.add_row(*place, f"{cell.asked:.4g}", retrain, str(cell.seed), runner.status_of(cell, out))
+        epochs = str(cell.epochs if cell.share else 0)
+        place = (cell.name, f"{cell.network.model}, {cell.network.data}", cell.entry.label)
+        grid.add_row(*place, f"{cell.asked:.4g}", epochs, str(cell.seed), runner.status_of(cell, out))
     terminal.print(grid)
     terminal.print(_estimate(found))
 
@@ -183,7 +186,10 @@ def summary(
     published: Annotated[bool, typer.Option("--published/--ours", help="Show the paper's numbers beside ours.")] = True,
     as_json: JsonOpt = False,
 ) -> None:
-    """Tables of a study: accuracy by keep, the largest CR-P within a loss of δ, and the paper's numbers beside them."""
+    """Tables of a study: accuracy by keep, the paper's numbers beside them.
+
+    Also the largest CR-P within a loss of δ.
+    """
     if to not in RENDER:
         raise RankwiseError(f"--to {to} was given: possible are {', '.join(RENDER)}")
     rows = read_rows(results)
@@ -194,8 +200,3 @@ def summary(
         show.print_json([table.to_json() for table in found])
         return
     sys.stdout.write("\n".join(RENDER[to](table) for table in found))
-
-
-def register(app: typer.Typer) -> None:
-    for command in (run, summary):
-        app.command()(command)

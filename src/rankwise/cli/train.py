@@ -56,7 +56,7 @@ def train(
     as_json: JsonOpt = False,
 ) -> None:
     """Train a network; DIR can then be compressed and evaluated like any MODEL."""
-    chosen = change(get_recipe(recipe), read_changes(changes or ()))
+    chosen = change(get_recipe(recipe), read_fields(changes))
     with _watched(chosen, out, tensorboard, as_json) as watch:
         run = steps.Run(data, chosen, out, seed, resume, split, limit, size, watch)
         row = steps.train(network, run, weights)
@@ -92,8 +92,11 @@ def retrain(
     tensorboard: BoardOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Retrain a compressed network by the last epochs of a recipe (learning-rate rewinding)."""
-    chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_changes(changes or ()))
+    """Retrain a compressed network by the last epochs of a recipe.
+
+    The learning rate starts where the recipe has it at that time (rewinding).
+    """
+    chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_fields(changes, "retrain"))
     if out.resolve() == folder.resolve():
         raise RankwiseError(f"--out {out} is the folder that is retrained: give another one, so that both remain")
     with _watched(chosen, out, tensorboard, as_json) as watch:
@@ -128,18 +131,16 @@ def iterate(
     tensorboard: BoardOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Train (unless there are weights), then compress to αⁱ, retrain and project back in each round i."""
-    chosen = change(get_recipe(recipe), read_changes(changes or ()))
+    """Train, then compress, retrain and project back in each round.
+
+    Where there are weights it is not trained first. Round i keeps αⁱ of the parameters.
+    """
+    chosen = change(get_recipe(recipe), read_fields(changes))
     plan = steps.Rounds(rounds, method, tuple(exclude or ()), calibrate, loop)
     with _watched(chosen, out, tensorboard, as_json) as watch:
         run = steps.Run(data, chosen, out, seed, resume, split, limit, size, watch)
         rows = steps.iterate(network, run, plan, weights)
     _print(rows, out, as_json)
-
-
-def register(app: typer.Typer) -> None:
-    for command in (train, retrain, iterate):
-        app.command()(command)
 
 
 @contextmanager
@@ -149,8 +150,16 @@ def _watched(recipe: Recipe, out: Path, tensorboard: bool, as_json: bool) -> Ite
         try:
             yield watch
         except KeyboardInterrupt:
-            print(f"rankwise: interrupted; add --resume to go on with {out} where it stands", file=sys.stderr)
-            raise
+            raise KeyboardInterrupt(f"interrupted; add --resume to go on with {out} where it stands") from None
+
+
+def read_fields(changes: list[str] | None, needed: str = "epochs") -> dict[str, Any]:
+    """What --set says; a training of no epochs would only copy weights, and look like one."""
+    found = read_changes(changes or ())
+    for name in dict.fromkeys(("epochs", needed)):
+        if found.get(name) == 0:
+            raise RankwiseError(f"--set {name}=0 was given, which trains nothing: give 1 or more")
+    return found
 
 
 def _print(rows: list[dict[str, Any]], out: Path, as_json: bool) -> None:

@@ -1,7 +1,8 @@
 """The whole job, once for every door: `rankwise.compress`, the command line, studies and training use `Compression`."""
 
 from rankwise.compression.basis import Basis, Observations
-from rankwise.compression.job import Compression, compress
+from rankwise.compression.job import Compression
+from rankwise.compression.one_call import compress
 from rankwise.compression.request import Request
 
 __all__ = ["Basis", "Compression", "Observations", "Request", "compress"]

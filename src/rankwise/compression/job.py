@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
-import torch
 from torch import nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
@@ -23,24 +20,29 @@ from rankwise.compression.basis import ALONE, Basis, Ground, Observations, Table
 from rankwise.compression.request import Request
 from rankwise.core.layer import Coverage
 from rankwise.core.linalg import computing_on
+from rankwise.data.loaders import notes_of
 from rankwise.decompositions import METRIC, OUTPUTS, of
 from rankwise.errors import RankwiseError
-from rankwise.methods import calibration, needs_budget, settings_for
-from rankwise.planning.budget import Budget
+from rankwise.methods import calibration, settings_for
+from rankwise.planning.budget import Budget, check_sizes
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings
-from rankwise.planning.table import Progress
-from rankwise.planning.units import UNITS
 from rankwise.pruning.filters import Filters, plan_filters
 from rankwise.surgery.coverage import COMPRESSED, find_layers
 from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_
-from rankwise.surgery.replace import follow
+from rankwise.surgery.narrow import check_entry
+from rankwise.surgery.replace import follow, match_layers
+from rankwise.surgery.trained import check_weights, weights_hash
 from rankwise.timing.clock import Timing
 from rankwise.timing.cost_model import measure_times
 from rankwise.timing.rank_multiple import best_multiple
 from rankwise.timing.tune import settle
+
+OTHER_WEIGHTS = (
+    "the plan was made for other weights than this network has: its ranks and errors are those of the others"
+)
 
 
 class Compression:
@@ -69,6 +71,7 @@ class Compression:
         self.model, self.example, self.request = model, example, request or Request()
         self.name = self.request.name or type(model).__name__
         self._data, self._watch, self._tables, self._coverage = data, watch, tables, coverage
+        self._read: object = None  # the data, where it can be read once only
         self._bases: dict[tuple[bool, bool], Basis] = {}
 
     # ---- what no budget changes
@@ -93,8 +96,9 @@ class Compression:
         """The network and what is known about it before anything is planned."""
         data: Data | None = None
         if self.request.looks_at_data:
-            data = calibration(self._data, self.example, self.request.calibrate)
+            data = calibration(self._data, self.model, self.example, self.request.input, self.request.calibrate)
         if isinstance(data, Iterator) and self.request.recovers:
+            self._read = data
             data = list(data)  # distilled on what was looked at before
         return Ground(self.model, self.example, self.coverage, data, self._watch, self._tables)
 
@@ -136,19 +140,19 @@ class Compression:
         if inputs.kind == NOISE != plan.inputs:
             return Observations()
         layers = list(self.coverage.layers)
-        return Observations({}, inputs, influences(self.model, inputs.batches, layers, LARGEST, seed, inputs.means))
+        return Observations({}, inputs, influences(self.model, inputs, layers, LARGEST, seed, inputs.means))
 
     def check(self) -> None:
         """Refuse a network that there is nothing to do with."""
         taken = [s.name for s in self.coverage.skipped if s.reason == COMPRESSED]
         if taken:
             raise RankwiseError(
-                f"the model is already compressed (layer {taken[0]!r}, for one): densify it first, or compress the "
-                f"original again"
+                f"the model is already compressed (layer {taken[0]!r}, for one): compress the original again, with a "
+                f"smaller budget (in Python rankwise.densify multiplies pairs out)"
             )
         if not self.coverage.layers and not isinstance(self.settings, Filters):
             raise RankwiseError(
-                "the model has no layer that can be decomposed: rankwise.find_layers, or rankwise inspect, says why"
+                "the model has no layer that can be decomposed: rankwise inspect says why (in Python: find_layers)"
             )
 
     def fuses(self, budget: Budget | None) -> bool:
@@ -159,6 +163,20 @@ class Compression:
             return bool(self.request.plan.fused)
         return budget is not None and budget.timed
 
+    @cached_property
+    def weights(self) -> str:
+        """Which weights the network has; a plan that is made for them says so."""
+        return weights_hash(self.model)
+
+    def _check_plan(self, plan: Plan) -> Plan:
+        """A plan from a file must fit the network; made for other weights, it says so."""
+        match_layers(self.model, plan, self._coverage)
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for entry in plan.pruned:
+            check_entry(modules.get(entry.name), entry)
+        check_weights(self.model, self.coverage)
+        return plan.warned(OTHER_WEIGHTS) if plan.weights not in ("", self.weights) else plan
+
     # ---- from a budget to a network
 
     def plan(self, budget: Budget | None) -> Plan:
@@ -167,10 +185,18 @@ class Compression:
         Decompositions that read their ranks from the weights can do without a budget, and so can a plan that is made.
         """
         if self.request.plan is not None:
-            return self.request.plan
+            return self._replayed
         self.check()
+        check_sizes(budget, self.coverage)
+        check_weights(self.model, self.coverage)
         with computing_on(self.request.device):
-            return self._plan(budget)
+            plan = replace(self._plan(budget), weights=self.weights)
+        return plan.warned(*notes_of(self._read or self.ground.data))
+
+    @cached_property
+    def _replayed(self) -> Plan:
+        assert self.request.plan is not None, "there is a plan to follow"
+        return self._check_plan(self.request.plan)
 
     def _plan(self, budget: Budget | None) -> Plan:
         if isinstance(self.settings, Filters):
@@ -203,10 +229,10 @@ class Compression:
             plan = plan.warned(f"the plan was made on {then} inputs, and its layers are fitted to {now} inputs")
         if seen.inputs is None:
             return follow(self.model, plan, seen.moments, self._known), plan
-        work = None if seen.inputs.means else 0
         try:
-            given = (seen.inputs, seen.influence, seen.moments, work, self._known)
-            return apply_fitted(self.model, plan, *given), plan
+            given = (seen.inputs, seen.influence, seen.moments, seen.inputs.means, self._known)
+            fitted = apply_fitted(self.model, plan, *given)
+            return fitted.network, replace(plan, search=replace(plan.search, expected=fitted.change))
         except LinAlgError as err:
             if self.request.plan is not None or not self.request.is_free:
                 raise RankwiseError(f"the calibration data could not be fitted ({err}): give more of it") from None
@@ -221,7 +247,7 @@ class Compression:
         assert isinstance(self.settings, Settings), "auto decomposes"
         times = self.basis(budget).times
         plain = by_weights(self.ground, self.settings, times, f"{failed(err)}: {ALONE}")
-        plan = plain.plan(budget, self.request.method, self.name)
+        plan = replace(plain.plan(budget, self.request.method, self.name), weights=self.weights)
         return follow(self.model, plan, plain.seen.moments, self._known), plan
 
     def recover_(self, small: nn.Module, plan: Plan) -> None:
@@ -253,39 +279,3 @@ class Compression:
         small, plan = self.build(self.plan(budget))
         self.recover_(small, plan)
         return self.finish(small, plan)
-
-
-def compress(
-    model: nn.Module,
-    example: Example | None = None,
-    method: str = "auto",
-    keep: float | None = None,
-    macs: float | None = None,
-    exclude: Iterable[str] | str = (),
-    progress: Progress | None = None,
-    data: Data | str | None = None,
-    recover: int | str = 0,
-    latency: float | None = None,
-    timing: Timing | None = None,
-    fuse: bool | None = None,
-    name: str = "",
-    device: str | torch.device | None = None,
-    **changes: Any,
-) -> tuple[nn.Module, Plan]:
-    """The whole job: a smaller copy of the model, and the plan it follows.
-
-    `keep` is the fraction of all parameters (or their number) that may remain, `macs` the same for
-    multiply-adds, which needs an example input, `latency` for the measured time of the example (see `Timing`); only
-    tucker2 can do without any. `data`, any iterable of inputs without labels or a specification such as "digits", is
-    for methods that look at activations, and for `recover`: so many steps of distillation from the original network at
-    the end, or as many as fit into "90s". `fuse` folds batch norms into the layers before them, for inference; a budget
-    in latency does so unless `fuse` is False. `name` is what the plan calls the network: its class, unless given.
-    `device` is where the decompositions are computed, in float64: the CPU unless given, or "network" for wherever the
-    weights are.
-    """
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude or ())
-    units = {unit: changes.pop(unit) for unit in UNITS if unit in changes}  # further units of the registry
-    request = Request(method, changes, exclude, recover, fuse, timing, name, device=device)
-    job = Compression(model, example, request, data, None if progress is None else lambda _: nullcontext(progress))
-    asked = any(part is not None for part in (keep, macs, latency, *units.values())) or needs_budget(job.settings)
-    return job.run(Budget(params=keep, macs=macs, latency=latency, **units) if asked else None)

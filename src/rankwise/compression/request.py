@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from rankwise.calibration.activations import Data
 from rankwise.calibration.distill import read_effort
-from rankwise.methods import needs_data, settings_for
+from rankwise.methods import SettingChanges, needs_data, settings_for
 from rankwise.planning.plan import Plan
+from rankwise.planning.table import Progress
 from rankwise.timing.clock import Timing
 
 
@@ -22,6 +24,7 @@ class Request:
     ("90s"). `fuse` folds batch norms; None does so for budgets in latency only. `name` is what the plan calls the
     network, its class unless given. So many images are taken to `calibrate`, of data that is given by its name.
     Decompositions are computed on the CPU unless `device` names another place (core/linalg.py).
+    `input` is the part of a batch of the data that the network takes, by index or name.
     `plan` holds decisions that are made already: they are followed, and method, changes and exclude mean nothing.
     """
 
@@ -35,6 +38,7 @@ class Request:
     calibrate: int = 256
     plan: Plan | None = None
     device: str | torch.device | None = None
+    input: int | str | None = None
 
     @property
     def is_free(self) -> bool:
@@ -53,3 +57,21 @@ class Request:
             return True
         others = {key: value for key, value in self.changes.items() if key != "rank_multiple"}  # may be "measured"
         return needs_data(settings_for(self.method, **others))
+
+
+class CompressOptions(SettingChanges, total=False):
+    """What `rankwise.compress` takes beside model, example, method, keep and macs. Every key may be left out.
+
+    Units that a user adds to the registry (planning/units.py) are keywords, too.
+    """
+
+    latency: float | None  # the fraction of the measured time that may remain
+    exclude: Iterable[str] | str  # names or patterns of layers to leave alone
+    data: Data | str | None  # inputs without labels, or the name of a data set
+    input: int | str | None  # which part of a batch of the data the network takes, where that is not clear
+    recover: int | str  # steps of distillation from the original network, or seconds: "90s"
+    timing: Timing | None  # how times are measured
+    fuse: bool | None  # fold batch norms into the layers before them
+    name: str  # what the plan calls the network
+    device: str | torch.device | None  # where decompositions are computed
+    progress: Progress | None  # called with a layer's name, how many are done, and how many there are

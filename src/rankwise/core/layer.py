@@ -106,12 +106,13 @@ def stored(weight: Tensor, layer: Layer) -> Tensor:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module with parameters that is left alone, and why."""
+    """A module with parameters that is left alone, and why; `macs` where they are known."""
 
     name: str
     kind: str
     params: int
     reason: str
+    macs: int | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ Ints = NDArray[np.int64]
 OWN = "network"  # the device that the weights are on
 # Matrices from this size on go to LAPACK one by one: it works on a copy.
 LARGE = 128
+WIDE = 2048  # moments of so many dimensions are computed with in float32
 LARGEST = 1e140  # float64 ends at 1.8e308, and Gram matrices hold sums of squares
 JITTERS = (1.0, 10.0, 100.0, 1000.0)
 
@@ -59,6 +60,12 @@ def precise(tensor: Tensor) -> Tensor:
     return tensor.detach().to(tensor.device if name == OWN else name, torch.float64)
 
 
+def working(tensor: Tensor) -> Tensor:
+    """For moments of samples: in float64, but large matrices in float32, far below the noise of sampling."""
+    found = precise(tensor) if tensor.shape[-1] < WIDE or tensor.dtype == torch.float64 else tensor.detach()
+    return found if found.dtype in (torch.float32, torch.float64) else found.float()
+
+
 def zeros(*shape: int) -> Tensor:
     """Zeros in float64, where numerics run; on the CPU where that depends on a network."""
     name = _DEVICE.get()
@@ -82,7 +89,7 @@ def check_finite(weight: Tensor, name: str) -> None:
         bad = int((~torch.isfinite(weight)).sum())
         raise RankwiseError(
             f"layer {name!r} has {bad} weights that are NaN or infinite: mend the checkpoint, or leave the "
-            f"layer alone with exclude=[{name!r}]"
+            f"layer alone with --exclude {name} (in Python: exclude={name!r})"
         )
     if weight.numel() and float(weight.abs().max()) > LARGEST:
         raise RankwiseError(f"layer {name!r} has weights above {LARGEST:g}, whose squares overflow: rescale them")
@@ -145,6 +152,7 @@ def factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def cholesky(square: Tensor, jitter: float) -> Tensor:
     """L with L Lᵀ = A + a little of the identity: `jitter`, and more where that is not enough."""
+    jitter = jitter if square.dtype == torch.float64 else 1e3 * jitter
     *first, last = JITTERS
     for more in first:
         root: Tensor

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rankwise.core.linalg import precise
 
+WIDE, BLOCKS = 512, 8  # from this many columns on, a Gram matrix is multiplied block by block
+
 
 @dataclass
 class Moments:
@@ -20,13 +22,19 @@ class Moments:
 
     def add(self, samples: Tensor) -> None:
         """Merge samples (G, n, d): the exact update for two sets with different means."""
+        self._add(precise(samples))
+
+    def add_quickly(self, samples: Tensor) -> None:
+        """The same in single precision, unless samples are given in double: far below the noise of sampling."""
+        self._add(samples.detach() if samples.dtype == torch.float64 else samples.detach().float())
+
+    def _add(self, samples: Tensor) -> None:
         groups, n, d = samples.shape
         if not n:
             return
-        samples = precise(samples)
         mean = samples.mean(dim=1)
         centred = samples - mean[:, None]
-        scatter = centred.transpose(1, 2) @ centred
+        scatter = square(centred)
         if not self.count:
             self.mean, self.scatter = scatter.new_zeros(groups, d), torch.zeros_like(scatter)
         shift = mean - self.mean
@@ -34,6 +42,17 @@ class Moments:
         self.scatter += scatter + shift[:, :, None] * shift[:, None, :] * (self.count * n / total)
         self.mean = self.mean + shift * (n / total)
         self.count = total
+
+    def merged(self, other: Moments) -> Moments:
+        """Of both sets together."""
+        if not self.count or not other.count:
+            return self if self.count else other
+        total = self.count + other.count
+        shift = other.mean - self.mean
+        between = shift[:, :, None] * shift[:, None, :] * (self.count * other.count / total)
+        return Moments(
+            total, self.mean + shift * (other.count / total), self.scatter + other.scatter + between.to(self.scatter)
+        )
 
     @property
     def covariance(self) -> Tensor:
@@ -44,3 +63,18 @@ class Moments:
     def second_moment(self) -> Tensor:
         """E[x xᵀ], (G, d, d): what the error of a layer without a mean correction is measured with."""
         return self.covariance + self.mean[:, :, None] * self.mean[:, None, :]
+
+
+def square(rows: Tensor) -> Tensor:
+    """AᵀA of (G, n, d); of wide ones only the blocks on and above the diagonal are multiplied."""
+    d = rows.shape[-1]
+    if d < WIDE or len(rows) > 1:
+        return rows.transpose(1, 2) @ rows
+    found = rows.new_empty(1, d, d)
+    ends = [d * i // BLOCKS for i in range(BLOCKS + 1)]
+    for i in range(BLOCKS):
+        here = slice(ends[i], ends[i + 1])
+        block = rows[0, :, here].t() @ rows[0, :, ends[i] :]
+        found[0, here, ends[i] :] = block
+        found[0, ends[i] :, here] = block.t()
+    return found

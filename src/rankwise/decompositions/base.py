@@ -38,6 +38,20 @@ METRIC = "metric"  # moments of what it gets, and a metric of what it gives: it 
 
 
 @dataclass(frozen=True, eq=False)
+class Sample:
+    """Moments and metrics of two sets of inputs: factors are fitted to one and measured on the other.
+
+    `moment` (G, d, d) and the root S in `metric` are what is fitted to, drawn towards the identity; `test_moment` and
+    the square SᵀS in `test_metric` what the result is measured with. No metric is the identity.
+    """
+
+    moment: Tensor
+    metric: Tensor | None
+    test_moment: Tensor
+    test_metric: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
 class Target:
     """A layer with its numbers: what is to be approximated, and what calibration data says about it."""
 
@@ -48,6 +62,14 @@ class Target:
     outputs: Moments | None = None  # of what it gives
     moment: Tensor | None = None  # (G, d, d) of the patches, as errors are measured with
     metric: Tensor | None = None  # S (G, f/G, f/G): an error δ of the outputs costs ‖S δ‖²
+    samples: tuple[Sample, ...] = ()  # on which errors are measured; without any, on `moment` and `metric` themselves
+
+    def measured(self) -> tuple[Sample, ...]:
+        """The samples; what was fitted to itself where there are none."""
+        if self.samples or self.moment is None:
+            return self.samples
+        square = None if self.metric is None else self.metric.mT @ self.metric
+        return (Sample(self.moment, self.metric, self.moment, square),)
 
 
 @dataclass(frozen=True)

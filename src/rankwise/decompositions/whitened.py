@@ -18,8 +18,9 @@ A transposed convolution spreads each input over its taps; every tap is an outpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ from rankwise.core.linalg import Array, array, cholesky, eigenvectors, eye_like,
 from rankwise.core.option import Option
 from rankwise.core.parts import Part
 from rankwise.core.slicing import taps
-from rankwise.decompositions import slices
-from rankwise.decompositions.base import METRIC, Decomposition, Factors, Scores, Selection, Target
+from rankwise.decompositions import held_out, slices
+from rankwise.decompositions.base import METRIC, Decomposition, Factors, Sample, Scores, Selection, Target
 from rankwise.decompositions.slices import cut
 
 FLOOR = 1e-6  # of the mean, added to eigenvalues: a direction that was never seen costs a little
@@ -44,6 +45,7 @@ JITTER = 1e-9  # of the mean diagonal, so that dependent features do not stop Ch
 # at one of ROOMS costs. On ResNet20 a slack of 1.1 keeps what all options together can reach to 3.5 % on average, 1.25
 # keeps all of it.
 SMALL, SLACK, ROOMS = 1_000, 1.1, 40
+NARROW, FEW = 96, (2, 8)
 
 
 class Whitened(Decomposition):
@@ -69,10 +71,12 @@ class Whitened(Decomposition):
         """The measure `effect`, up to the largest rank that is smaller than the layer in one unit or the other."""
         plain = slices.DECOMPOSITION.options(target.layer, selection)
         options = [Option(option.fold, option.slices, self.name) for option in plain]
+        if selection.slices == "all":
+            options = offered(target.layer, options)
         found = Scores()
         for option in worth_fitting(target, options):
-            fitted = fit(target, option, smaller_ranks(target.layer, option))
-            found.given[option] = {"effect": fitted.errors}
+            most = smaller_ranks(target.layer, option)
+            found.given[option] = {"effect": measured_errors(target, option, most)}
         return found
 
     def factors(self, target: Target, option: Option, rank: int) -> Factors:
@@ -91,11 +95,27 @@ class Whitened(Decomposition):
 DECOMPOSITION = Whitened()
 
 
+def offered(layer: Layer, options: list[Option]) -> list[Option]:
+    """Of all options those that have been seen to win somewhere, and can be fitted in a reasonable time.
+
+    Slices of a layer without taps win in narrow layers only. A wide kernel takes few numbers of slices: 1, FEW of them,
+    and one for each channel (a depthwise encoder). A filter of a depthwise layer is no matrix.
+    """
+    size = layer.group_channels * math.prod(layer.kernel)
+    if layer.groups > 1 and layer.group_filters == 1:
+        return []
+    if math.prod(layer.kernel) == 1:
+        return [option for option in options if option.slices == 1 or size <= NARROW]
+    if size <= SMALL:
+        return options
+    return [option for option in options if option.slices in (1, *FEW, layer.group_channels)]
+
+
 def worth_fitting(target: Target, options: list[Option]) -> list[Option]:
     """All options of a small layer; of a large one those that are among the best for some cost by a rough measure."""
     layer = target.layer
     assert target.moment is not None, "effects are measured on data"
-    if target.moment.shape[-1] <= SMALL:
+    if len(options) <= 2:
         return options
     errors = [rough_errors(target, option) for option in options]
     near: set[int] = set()
@@ -117,6 +137,31 @@ def smaller_ranks(layer: Layer, option: Option) -> int:
     if macs is not None and layer.macs:
         ranks.append(int(macs.searchsorted(layer.macs)) - 1)
     return max(1, *ranks)
+
+
+def measured_errors(target: Target, option: Option, most: int) -> Array:
+    """By rank, on inputs that the factors were not fitted to (`Target.samples`), mean of both ways."""
+    curves = [_sample_errors(target, sample, option, most) for sample in target.measured()]
+    return np.minimum.accumulate(np.maximum(0.0, np.mean(curves, axis=0)))
+
+
+def _sample_errors(target: Target, sample: Sample, option: Option, most: int) -> Array:
+    lost = np.zeros(1)
+    fitting = replace(target, moment=sample.moment, metric=sample.metric)
+    testing = replace(target, moment=sample.test_moment, metric=sample.test_metric)
+    for fitted, tested in zip(groups_of(fitting, option), groups_of(testing, option), strict=True):
+        matrices, rows, blocks, scale = fitted
+        if option.slices == rows.shape[1] == 1:
+            wide = blocks.reshape(rows.shape[-1], -1), tested[2].reshape(rows.shape[-1], -1)
+            lost = lost + held_out.whole_slice_errors(rows[:, 0], wide[0], scale, wide[1], tested[3])[: most + 1]
+            continue
+        encoder = encoders(matrices, scale, blocks)[:, :most]
+        root, cross = features(rows, encoder, blocks)
+        decoder = torch.linalg.solve_triangular(root, cross.t(), upper=False).t()
+        whole = held_out.total(rows, tested[2], tested[3])
+        test = products(rows, encoder, tested[2])
+        lost = lost + held_out.feature_errors(whole, root, decoder, test, tested[3], encoder.shape[1])
+    return lost
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,9 +206,9 @@ def groups_of(target: Target, option: Option) -> Iterator[tuple[Tensor, Tensor, 
     """For each group: its slices (k, rows, columns), the weight (outputs, taps, c·taps), blocks of M, and S."""
     layer, weight, moment, metric = target.layer, target.weight, target.moment, target.metric
     assert moment is not None, "whoever fits has seen data"
-    sliced = precise(cut(weight, layer, option))
+    sliced = precise(cut(weight, layer, option)).to(moment)
     left = taps(layer, option.fold)[0]
-    whole = precise(to_matrix(canonical(weight.detach(), layer), option.fold))
+    whole = precise(to_matrix(canonical(weight.detach(), layer), option.fold)).to(moment)
     whole = whole.reshape(layer.groups, layer.group_filters, left, -1)
     for g, matrices in enumerate(sliced):
         rows, scale = whole[g], None if metric is None else metric[g]
@@ -243,6 +288,13 @@ def features(rows: Tensor, encoder: Tensor, blocks: Tensor) -> tuple[Tensor, Ten
 
     An encoder reads its own slice only, so slices are multiplied one by one.
     """
+    square, cross = products(rows, encoder, blocks)
+    small = JITTER * max(1.0, float(square.diagonal().mean()))
+    return cholesky(square, small), cross
+
+
+def products(rows: Tensor, encoder: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Second moments of the encoders' outputs, and theirs with the layer's."""
     k, rank, columns = encoder.shape
     taps, wide = blocks.shape[:2]
     missing = k * columns - wide
@@ -256,8 +308,7 @@ def features(rows: Tensor, encoder: Tensor, blocks: Tensor) -> tuple[Tensor, Ten
     square = square.reshape(rank * k * taps, -1)
     turned = torch.unflatten(rows, 2, (k, columns)).permute(0, 2, 3, 1)  # (f, l, x, a)
     cross = turned.reshape(len(rows), -1) @ seen.reshape(k * columns * taps, -1)
-    small = JITTER * max(1.0, float(square.diagonal().mean()))
-    return cholesky(square, small), cross
+    return square, cross
 
 
 def _errors(rows: Tensor, scale: Tensor | None, blocks: Tensor, seen: tuple[Tensor, Tensor], rank: int) -> Array:

@@ -13,6 +13,8 @@ directions for these encoders, as long as the error falls. So what is built is n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,9 +23,9 @@ from rankwise.core.fold import all_folds
 from rankwise.core.layer import Layer
 from rankwise.core.linalg import Array, array, eigenvectors
 from rankwise.core.option import Option
-from rankwise.decompositions import tucker, whitened
-from rankwise.decompositions.base import METRIC, Factors, Scores, Selection, Target
-from rankwise.decompositions.whitened import Fitted, encoders, features, fit, groups_of
+from rankwise.decompositions import held_out, tucker, whitened
+from rankwise.decompositions.base import METRIC, Factors, Sample, Scores, Selection, Target
+from rankwise.decompositions.whitened import Fitted, encoders, features, groups_of
 from rankwise.errors import RankwiseError
 
 STEPS = 10
@@ -57,9 +59,9 @@ class WhitenedTucker(tucker.Cored):
         layer = target.layer
         if not is_possible(layer) or selection.folds != "all" or selection.slices != "all":
             return Scores()
-        assert target.metric is not None, "effects are measured with a metric of the outputs"
-        errors = curves(fit(target, start(layer)), layer, target.metric)
-        return Scores(given={self.family(layer): {"effect": errors}})
+        found = [sample_errors(target, sample) for sample in target.measured()]
+        errors = np.minimum.accumulate(np.maximum(0.0, np.mean(found, axis=0)), axis=1)
+        return Scores(given={self.family(layer): {"effect": errors[1 : tucker.full_outer(layer) + 1]}})
 
     def factors(self, target: Target, option: Option, rank: int) -> Factors:
         if target.moment is None:
@@ -89,6 +91,27 @@ def curves(fitted: Fitted, layer: Layer, metric: Tensor) -> Array:
         energy = turned.square().reshape(ranks, -1, layer.group_filters).sum(1).t()
         kept[:, 1:] += array(energy.cumsum(0).cumsum(1))
     return np.minimum.accumulate(np.maximum(0.0, fitted.errors[0] - kept), axis=1)[: tucker.full_outer(layer)]
+
+
+def sample_errors(target: Target, sample: Sample) -> Array:
+    """The same on inputs that nothing was fitted to; row r is outer rank r, from 0 on."""
+    layer, lost = target.layer, np.zeros((1, 1))
+    fitting = replace(target, moment=sample.moment, metric=sample.metric)
+    testing = replace(target, moment=sample.test_moment, metric=sample.test_metric)
+    option = start(layer)
+    for fitted, tested in zip(groups_of(fitting, option), groups_of(testing, option), strict=True):
+        matrices, rows, blocks, scale = fitted
+        scale = torch.eye(len(rows), dtype=rows.dtype, device=rows.device) if scale is None else scale
+        encoder = encoders(matrices, scale, blocks)
+        root, cross = features(rows, encoder, blocks)
+        explained = _explained(root, cross, scale)
+        directions = _directions(explained)[0]
+        whole = held_out.total(rows, tested[2], tested[3])
+        test = whitened.products(rows, encoder, tested[2])
+        back = torch.linalg.solve(scale, directions)
+        turned = explained @ directions
+        lost = lost + held_out.core_errors(whole, root, turned, back, test, tested[3], encoder.shape[1])
+    return lost
 
 
 def factors(target: Target, option: Option, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,6 +48,27 @@ def call_from_file(spec: Spec) -> nn.Module:
         return call(factory, spec)
 
 
+def load_function(text: str) -> Callable[..., Any]:
+    """The function that FILE.py:NAME names; the file is run."""
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise RankwiseError(f"{text!r} names no function: give FILE.py:FUNCTION")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise RankwiseError(f"there is no file {file}: give an existing one as FILE.py:FUNCTION")
+    with _importable(path.parent):
+        module = _import_file(path, Spec(text, "file", text, {}))
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise RankwiseError(f"{file} has no function {name!r}: {near(name, _functions(module))}")
+
+    def called(*args: Any) -> Any:
+        with _importable(path.parent):  # it may import its neighbours where it is called
+            return function(*args)
+
+    return called
+
+
 def _functions(module: ModuleType) -> list[str]:
     own = module.__name__
     return [name for name, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == own]

@@ -14,21 +14,34 @@ from torch import nn
 from rankwise.core import files
 from rankwise.errors import RankwiseError, need
 from rankwise.models import factory
+from rankwise.models.pretrained import (
+    KEYS,
+    check_timm_weights,
+    check_weights_name,
+    download,
+    is_random,
+    wants_weights,
+    without_weights,
+)
 from rankwise.models.spec import Spec, near, parse
 from rankwise.models.vision import import_torchvision
 from rankwise.models.weights import load_weights_
 from rankwise.models.zoo import NETWORKS
 
-__all__ = ["architecture", "build", "default_input", "fit_spec", "load_weights_"]
+__all__ = ["architecture", "build", "default_input", "fit_spec", "has_random_weights", "load_weights_"]
 
 WEIGHTS = "model.safetensors"
 
-# Arguments of torchvision's and timm's constructors that would download something or unpickle a file.
+# Arguments of torchvision's and timm's constructors that would download something or unpickle a file; but for
+# ?weights= (torchvision) and ?pretrained (timm), which models/pretrained.py reads.
 _FORBIDDEN = ("weights", "pretrained", "checkpoint", "cache")
 
 
 def build(spec: str, *, allow_code: bool = True, base: str | None = None) -> nn.Module:
-    """The network of a MODEL specification, on the CPU, with random weights unless it is a folder.
+    """The network of a MODEL specification, on the CPU.
+
+    Weights are random unless it is a folder, a factory that loads its own, or a specification that asks for trained
+    ones (`torchvision:NAME?weights=DEFAULT`, `timm:NAME?pretrained`).
 
     `base`, for a folder only, is the network to rebuild instead of the one that the folder's plan.json
     names. A folder may come from anywhere, so code that its plan names is never run: such a network has to
@@ -53,14 +66,20 @@ def default_input(spec: str) -> tuple[int, ...] | None:
     return _timm_input(parsed) if parsed.kind == "timm" else None
 
 
+def has_random_weights(spec: str) -> bool:
+    """Whether `build` gives this specification weights that nobody has trained."""
+    return is_random(parse(spec))
+
+
 def architecture(spec: str) -> str:
-    """What a folder's network was made from, for a folder that `train` or `compress` wrote; `spec` otherwise."""
+    """What a folder's network was made from, for a folder that `train` or `compress` wrote; otherwise `spec` itself,
+    without the weights that it asks for."""
     parsed = parse(spec)
     seen: tuple[Path, ...] = ()
     while parsed.kind == "folder":
         seen = _visit(parsed, seen)
         parsed = _base_of(parsed)
-    return parsed.text
+    return without_weights(parsed).text
 
 
 def fit_spec(spec: str, classes: int, channels: int, side: int | None) -> str:
@@ -110,7 +129,7 @@ def _rebuild(spec: Spec, allow_code: bool, base: str | None, seen: tuple[Path, .
     if base is None and inner.kind == "file":
         raise RankwiseError(
             f"{spec.text} was made from {inner.text!r}, and code that a folder names is not run: "
-            f"pass the factory yourself, build({spec.text!r}, base={inner.text!r})"
+            f"give the factory yourself with --base {inner.text} (in Python: base=)"
         )
     model = _build(inner, allow_code and base is not None, None, seen)
     if not _is_compressed(spec):
@@ -135,11 +154,11 @@ def _base_of(folder: Spec) -> Spec:
     else:
         model = _trained_network(Path(folder.name) / WEIGHTS)
     try:
-        return parse(model)
+        return without_weights(parse(model))
     except RankwiseError as err:
         raise RankwiseError(
             f"{folder.name} was made from {model!r}, which cannot be built from its name: "
-            "pass the network it was made from as base"
+            "give the network it was made from with --base (in Python: base=)"
         ) from err
 
 
@@ -165,7 +184,7 @@ def _visit(folder: Spec, seen: tuple[Path, ...]) -> tuple[Path, ...]:
     """A network compressed twice names the first folder as its base; a forged plan could name itself."""
     path = Path(folder.name).resolve()
     if path in seen:
-        raise RankwiseError(f"the plan in {folder.name} names that folder as its own base: pass another base")
+        raise RankwiseError(f"the plan in {folder.name} names that folder as its own base: give another --base")
     return (*seen, path)
 
 
@@ -188,6 +207,11 @@ def _torchvision(spec: Spec) -> Callable[..., nn.Module]:
         fixed["weights_backbone"] = None  # segmentation and detection would download one otherwise
     if spec.name in ("googlenet", "inception_v3"):
         fixed["init_weights"] = True  # what they do anyway, but with a warning
+    if wants_weights(spec):
+        weights = import_torchvision().models.get_model_weights(spec.name)
+        check_weights_name(spec, weights)
+        fixed.pop("init_weights", None)
+        return lambda **options: download(builder, spec, {**fixed, "progress": False, **options})
     return lambda **options: builder(**{**fixed, **options})
 
 
@@ -202,6 +226,9 @@ def _torchvision_builder(spec: Spec) -> Callable[..., nn.Module]:
 def _timm(spec: Spec) -> Callable[..., nn.Module]:
     _only_architecture(spec)
     timm = _import_timm(spec)
+    if wants_weights(spec):
+        check_timm_weights(spec, timm.list_pretrained())
+        return lambda **options: download(partial(timm.create_model, spec.name), spec, options)
     return lambda **options: cast(nn.Module, timm.create_model(spec.name, pretrained=False, **options))
 
 
@@ -216,10 +243,10 @@ def _import_timm(spec: Spec) -> Any:
 
 def _only_architecture(spec: Spec) -> None:
     for key in spec.options:
-        if key.startswith(_FORBIDDEN):
+        if key.startswith(_FORBIDDEN) and key != KEYS[spec.kind]:
             raise RankwiseError(
                 f"{spec.text!r} asks for {key}, but a specification gives the architecture only: "
-                "leave it out, and load the weights from a file"
+                f"leave it out, load the weights from a file, or ask for trained ones with {KEYS[spec.kind]}"
             )
 
 

@@ -2,7 +2,9 @@
 
     resnet20                           one of our own (see `zoo.NETWORKS`)
     torchvision:resnet18               any torchvision architecture, with random weights
+    torchvision:resnet18?weights=DEFAULT   with trained weights, which torchvision downloads
     timm:vit_tiny_patch16_224          any timm architecture, with random weights
+    timm:vit_tiny_patch16_224?pretrained   with trained weights, which timm downloads
     file.py:factory                    whatever `factory()` in that file returns
     out/                               a folder that `rankwise compress`, `train` or `retrain` wrote
 
@@ -69,9 +71,9 @@ def _options(text: str, query: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for pair in query.split("&") if query else ():
         key, equals, value = pair.partition("=")
-        if not key.isidentifier() or not equals:
+        if not key.isidentifier() or not (equals or key == "pretrained"):
             raise RankwiseError(f"{pair!r} in {text!r} is no argument: give key=value pairs joined with &")
-        options[key] = _value(value)
+        options[key] = _value(value) if equals else True
     return options
 
 

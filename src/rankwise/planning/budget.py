@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from rankwise.core.layer import Coverage
-from rankwise.errors import RankwiseError
+from rankwise.errors import BudgetError, RankwiseError
 from rankwise.planning.times import Times
-from rankwise.planning.units import UNITS, Unit
+from rankwise.planning.units import PARAMS, UNITS, Unit
 
 Value = float | int | None
 
@@ -80,6 +80,19 @@ class Budget:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {getattr(self, name):g}" for name in self.units)
+
+
+def check_sizes(budget: Budget | None, coverage: Coverage) -> None:
+    """Ask back where a count looks like percent: 40 of 269,722 parameters would be next to nothing."""
+    for name in () if budget is None else budget.units:
+        value, unit = getattr(budget, name), UNITS[name]
+        total = None if unit.timed else unit.whole(coverage, None)
+        if total is not None and 1 < value <= 100 and 100 * value < total:
+            keyword = "keep" if name == PARAMS.name else name
+            raise BudgetError(
+                f"{keyword}={value:g} is above 1, so it is a count: {unit.amount(int(value))} of {unit.show(total)}; "
+                f"{value:g} % is {keyword}={value / 100:g}?"
+            )
 
 
 def _possible() -> str:

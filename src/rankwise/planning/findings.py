@@ -65,7 +65,9 @@ class Findings:
     unit of cost is worth, `trace` the errors on the way; `ranks` says what chose them where there was no budget.
 
     `inputs` are those that the network was measured on (INPUTS; None for weights alone), `variance` that of its outputs
-    there. `draws` for each unit of sensitivity, `groups` and `whole` are of pruning. `other` holds what
+    there. `expected` and `measured` are changes of the outputs of the network that was built, relative to that variance:
+    on inputs that only chose between ways to build it, and on inputs that nothing was fitted to or chosen by.
+    `draws` for each unit of sensitivity, `groups` and `whole` are of pruning. `other` holds what
     there is of further units (planning/units.py), and keys of older files that nobody reads any more, as they were.
     """
 
@@ -77,6 +79,8 @@ class Findings:
     latency: Latency | None = None
     inputs: str | None = None
     variance: float | None = None
+    expected: float | None = None
+    measured: float | None = None
     draws: float | None = None
     groups: tuple[CutGroup, ...] | None = None
     whole: tuple[WholeGroup, ...] | None = None
@@ -187,6 +191,8 @@ _READERS: dict[str, Callable[[object, str], Any]] = {
     "latency": _latency,
     "inputs": _inputs,
     "variance": _number,
+    "expected": _number,
+    "measured": _number,
     "draws": _number,
     "groups": _all(_cut_group),
     "whole": _all(_whole_group),

@@ -157,8 +157,8 @@ def menus(
     asked = tuple(UNITS[name] for name in units)
     if rules.never_slower and table.times is None:
         raise RankwiseError(
-            "never_slower needs measured times: use rankwise.compress with an example input, or set "
-            "table.times = rankwise.measure_times(model, example)"
+            "never_slower needs measured times: give an example input (--input) "
+            "(in Python, for a table: table.times = rankwise.measure_times(model, example))"
         )
     # Units and times themselves, not their names: a key keeps what it stands for alive, so it cannot stand for another.
     key = ("menus", asked, measure, repr(selection), decompositions, rules, table.times)

@@ -16,6 +16,7 @@ from rankwise.decompositions import PLAIN, check_option, full_rank
 from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.findings import Findings, read_findings
+from rankwise.planning.summary import one_line, summary
 from rankwise.planning.times import LAYOUTS
 from rankwise.planning.units import UNITS
 
@@ -111,7 +112,7 @@ class Pruned:
                 raise RankwiseError(f"{where} keeps number {bad} of its {what}: possible are 0 to {wide - 1}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What becomes of every layer: a `Choice`, `Pruned`, or `Skipped` with the reason.
 
@@ -119,6 +120,7 @@ class Plan:
     its own result (objective value, optimality gap, trace). Neither is needed to replay the plan. `fused` names batch
     norms that were folded into layers afterwards, each with its layer; `layout` is how weights lie in memory, if they
     are to lie otherwise than in the model. `warnings` are sentences on what was done otherwise than was asked for.
+    `weights` is a hash of the weights that the plan was made for, where that is known.
     """
 
     model: str
@@ -132,6 +134,7 @@ class Plan:
     fused: dict[str, str] = field(default_factory=dict)
     layout: str | None = None
     warnings: tuple[str, ...] = ()
+    weights: str = ""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -149,6 +152,27 @@ class Plan:
     def inputs(self) -> str | None:
         """What the plan was measured on: calibration, synthetic or noise; None for weights alone."""
         return self.search.inputs
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def summary(self) -> str:
+        """The plan in words and a table of 80 columns: what every layer becomes, or why it stays as it is.
+
+        >>> import torch, rankwise as rw
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(20, 20))
+        >>> _, plan = rw.compress(model, method="svd", keep=0.7)
+        >>> print(plan.summary())  # doctest: +ELLIPSIS
+        plan of Sequential by svd for params 0.7
+          params: 880 → 560, keep 0.6364
+        layer                          becomes                       error  params kept
+        0                              svd f│c rank 6               0...       60.0 %
+        2                              svd f│c rank 6               0...       60.0 %
+        whole, not a linear or convolution layer: 1
+        """
+        return summary(self)
 
     def warned(self, *more: str) -> Plan:
         """The plan with more warnings, each of them once."""
@@ -176,10 +200,11 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         body = {k: v for k, v in asdict(self).items() if k != "budget"} | {"search": self.search.to_json()}
         for entry in body["layers"]:
-            for key in ("outer", "clusters"):  # only where there are any: most plans have none
+            optional = ("macs",) if "reason" in entry else ("outer", "clusters")
+            for key in optional:  # only where there are any: most plans have none
                 if not entry.get(key, True):
                     del entry[key]
-        for key in ("fused", "layout", "warnings"):
+        for key in ("fused", "layout", "warnings", "weights"):
             if not body[key]:
                 del body[key]
         return {"format": FORMAT, **body, "budget": self.budget.to_json()}
@@ -234,6 +259,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
             files.typed(text, str, f"a warning of {where}")
             for text in files.typed(data.get("warnings", []), list, f"'warnings' of {where}")
         ),
+        weights=files.typed(data.get("weights", ""), str, f"'weights' of {where}"),
     )
     return plan.warned(*old)  # there was one at most, and it stood beside what the search found
 
@@ -253,7 +279,9 @@ def _read_entry(data: Any, where: str) -> Choice | Pruned | Skipped:
     if "reason" in data:
         files.strict(data, Skipped.__dataclass_fields__, where)
         params = files.field(data, "params", int, where)
-        return Skipped(name, kind, params, files.field(data, "reason", str, where))
+        macs = data.get("macs")
+        macs = None if macs is None else files.typed(macs, int, f"'macs' of {where}")
+        return Skipped(name, kind, params, files.field(data, "reason", str, where), macs)
     if "filters" in data or "channels" in data:
         return _read_pruned(data, name, kind, where)
     data = _renamed(data, where)

@@ -75,6 +75,10 @@ class Table:
         self.spectra.update({(layer.name, option): values for option, values in scores.spectra.items()})
         self.given.update({(layer.name, option): curves for option, curves in scores.given.items()})
 
+    def __repr__(self) -> str:
+        options = len({*self.spectra, *self.given})
+        return f"<Table of {len(self.coverage.layers)} layers with {options} options>"
+
     def options(self, layer: Layer) -> list[Option]:
         if "options" not in self.cache:
             index: dict[str, list[Option]] = {}

@@ -296,7 +296,8 @@ def _all_layers(
             out.append(thin[name])
         elif name in layers:
             part = layers[name]
-            out.append(Skipped(name, part.kind, part.cost(part.outputs, part.inputs).params, why.get(name, UNSEEN)))
+            whole = part.cost(part.outputs, part.inputs)
+            out.append(Skipped(name, part.kind, whole.params, why.get(name, UNSEEN), whole.macs))
         elif name in skipped:
             out.append(skipped[name])
     return tuple(out)

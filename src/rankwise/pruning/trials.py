@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from rankwise.core.layer import LINEAR_KINDS
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Pruned
 from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.hooks import Look, Seen, watching
+from rankwise.surgery.macs import counter
 from rankwise.surgery.modules import kind_of
 from rankwise.surgery.narrow import NORMS, narrow_, part_of
 from rankwise.surgery.replace import copy_model
@@ -100,9 +100,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _run(probe: nn.Module, example: Example, dead: Dead) -> tuple[list[Tensor], int]:
     blind = {name: _blind(probe.get_submodule(name), indices) for name, indices in dead.items()}
-    with undisturbed(probe), watching(probe, before=blind), FlopCounterMode(display=False) as counter:
+    with undisturbed(probe), watching(probe, before=blind), counter() as counted:
         torch.manual_seed(0)  # undisturbed puts the user's random state back
-        return tensors_of(run_example(probe, example)), counter.get_total_flops() // 2
+        return tensors_of(run_example(probe, example)), counted.get_total_flops() // 2
 
 
 def _blind(module: Any, indices: list[int]) -> Look:

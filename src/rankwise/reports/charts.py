@@ -1,61 +1,27 @@
-"""How lines are told apart, on the page and in static figures, and the static figures themselves.
+"""Names of axes and lines, on the page and in static figures, and the static figures themselves.
 
-Static figures are drawn by matplotlib: it needs no browser and no program beside Python, as kaleido does for plotly.
+They are drawn by matplotlib: it needs no browser and no program beside Python, as kaleido does for plotly.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rankwise.core import files
 from rankwise.errors import RankwiseError, need
-from rankwise.reports.curves import UNITS, Line, Panel, Stage
+from rankwise.reports.curves import UNITS, Line, Panel, Stage, band
+from rankwise.reports.looks import look
 
-# For white and for dark paper. Tests check the contrast, and that colour-blind eyes can tell any two apart.
-COLOURS = (
-    ("#2d69dd", "#4184ff"),
-    ("#ce7f07", "#eaa03b"),
-    ("#981d72", "#f13fac"),
-    ("#0ba872", "#208853"),
-    ("#843402", "#fbf024"),
-    ("#009dd1", "#4ec9fe"),
-    ("#141414", "#ecf3f9"),
-)
-# The same shape for plotly and for matplotlib. 7 colours and 11 shapes: 77 labels before a pair comes again.
-MARKERS = (
-    ("circle", "o"),
-    ("square", "s"),
-    ("diamond", "D"),
-    ("triangle-up", "^"),
-    ("x", "X"),
-    ("triangle-down", "v"),
-    ("star", "*"),
-    ("pentagon", "p"),
-    ("cross", "P"),
-    ("triangle-left", "<"),
-    ("hexagon", "h"),
-)
 DASHES = {"params": ("solid", "-"), "macs": ("dash", "--"), "latency": ("dot", ":")}
-AXES = {"params": "parameters removed, CR-P (%)", "macs": "multiply-adds removed, CR-F (%)"}
+AXES = {
+    "params": "parameters removed, CR-P (%)",
+    "macs": "multiply-adds removed, CR-F (%)",
+    "latency": "time removed (%)",
+}
 METRICS = {"top1": "top-1 accuracy (%)", "miou": "mean IoU (%)"}
-
-
-@dataclass(frozen=True)
-class Style:
-    light: str
-    dark: str
-    marker: str
-    shape: str
-
-
-def style(number: int) -> Style:
-    """The look of label `number`: no two of the first 77 have both colour and shape in common."""
-    colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-    return Style(*colour, *marker)
 
 
 def line_names(lines: tuple[Line, ...]) -> list[str]:
@@ -117,15 +83,14 @@ def _draw(library: Any, panel: Panel, stage: Stage, labels: dict[str, int], titl
 
 
 def _draw_line(axes: Any, line: Line, unit: str, number: int) -> Any:
-    look = style(number)
+    drawn = look(number)
     known = [(cut, p.score) for p in line.points if (cut := p.cut[unit]) is not None]
     x, y = [cut[0] for cut, _ in known], [score[0] for _, score in known]
-    spread = [score[1] or 0.0 for _, score in known]
-    if any(spread):
-        low, high = ([v + sign * s for v, s in zip(y, spread, strict=True)] for sign in (-1, 1))
-        axes.fill_between(x, low, high, color=look.light, alpha=0.15, linewidth=0)
+    if any(score[1] for _, score in known):
+        low, high = zip(*(band(score) for _, score in known), strict=True)
+        axes.fill_between(x, low, high, color=drawn.light, alpha=0.15, linewidth=0)
     dash = DASHES.get(line.unit, DASHES["params"])[1]
-    return axes.plot(x, y, color=look.light, marker=look.shape, linestyle=dash, linewidth=1.6, markersize=5)[0]
+    return axes.plot(x, y, color=drawn.light, marker=drawn.corners, linestyle=dash, linewidth=1.6, markersize=6)[0]
 
 
 def _slug(text: str) -> str:

@@ -8,7 +8,7 @@ point   all repeats of a line at one budget: mean and sample standard deviation 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean
@@ -19,13 +19,14 @@ Pair = tuple[float, float | None]  # mean, and deviation where there are at leas
 
 DELTAS = (0.0, 0.5, 1.0, 2.0, 3.0)  # the losses that the paper's tables allow, in points
 UNITS = ("params", "macs")
-_CUT = {"params": "CR-P", "macs": "CR-F"}
+SCORES = (0.0, 100.0)  # where every metric lies, in percent
 _ROUNDING = 1e-9  # 91.73 − 91.23 is a loss of 0.5, whatever binary fractions make of it
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """`rows` are positions in the list of rows. `cut` is what was removed, in percent: CR-P and CR-F.
+    """`rows` are positions in the list of rows. `cut` is what was removed, in percent: CR-P, CR-F, and time where it
+    was measured.
 
     `score` is the panel's metric in percent, `change` its difference from the reference, in points.
     """
@@ -132,6 +133,16 @@ def all_or_none(values: Sequence[float | None]) -> Pair | None:
     return pair(known) if known and len(known) == len(values) else None
 
 
+def band(spread: Pair, low: float = SCORES[0], high: float = SCORES[1]) -> tuple[float, float]:
+    """Mean ± deviation, cut off where no score can be.
+
+    >>> band((99.5, 1.0))
+    (98.5, 100.0)
+    """
+    mean, deviation = spread[0], spread[1] or 0.0
+    return max(low, mean - deviation), min(high, mean + deviation)
+
+
 def _panel(rows: Sequence[Row], key: tuple[str, str, str, str], members: list[int]) -> Panel:
     metric = "miou" if all(rows[i]["reference"].get("miou") is not None for i in members) else "top1"
     by_repeat = {(rows[i].get("repeat"), rows[i].get("seed")): rows[i] for i in reversed(members)}
@@ -172,7 +183,7 @@ def _stage(rows: Sequence[Row], members: list[int], metric: str, when: str, shar
 def _point(rows: Sequence[Row], asked: float | None, members: tuple[int, ...], when: str, metric: str) -> CurvePoint:
     scores = [float(rows[i][when][metric]) for i in members]
     changes = [c for i in members if (c := change_of(rows[i], when, metric)) is not None]
-    cut = {unit: all_or_none([rows[i].get(_CUT[unit]) for i in members]) for unit in UNITS}
+    cut = {unit: all_or_none([removed(rows[i]) for i in members]) for unit, removed in _REMOVED.items()}
     return CurvePoint(asked, members, cut, pair(scores), pair(changes))
 
 
@@ -185,6 +196,19 @@ def _position(point: CurvePoint) -> tuple[float, float]:
 def _score(row: Row, when: str, metric: str = "top1") -> float | None:
     body = row.get(when)
     return body.get(metric) if isinstance(body, dict) else None
+
+
+def _time_removed(row: Row) -> float | None:
+    body = row.get("time")
+    ratio = body.get("ratio") if isinstance(body, dict) else None
+    return 100 * (1 - float(ratio)) if isinstance(ratio, int | float) else None
+
+
+_REMOVED: dict[str, Callable[[Row], float | None]] = {
+    "params": lambda row: row.get("CR-P"),
+    "macs": lambda row: row.get("CR-F"),
+    "latency": _time_removed,
+}
 
 
 def _share(row: Row) -> float | None:

@@ -117,6 +117,8 @@ def _measured(cell: Cell, out: Path) -> dict[str, Any]:
         **({"warnings": list(plan.warnings)} if plan.warnings else {}),
         "plan": f"plans/{cell.name}.json",
         "spectra": f"spectra/{reference.name}.json",
+        "weights": reference.weights.relative_to(out).as_posix(),
+        "calibrate": cell.images,
         "provenance": provenance(),
     }
 

@@ -34,7 +34,25 @@ PLAN, WEIGHTS = "plan.json", "model.safetensors"
 
 
 def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
-    """Write plan.json and model.safetensors; `model` is what `apply_plan` gave, trained since or not."""
+    """Write plan.json and model.safetensors, whole or not at all.
+
+    Args:
+        model: what `compress` or `apply_plan` gave, trained since or not.
+        plan: the plan that it follows.
+        folder: where to write; it is made if it is not there.
+
+    Returns:
+        Nothing.
+
+    >>> import tempfile, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 20))
+    >>> small, plan = rw.compress(model, method="svd", keep=0.7)
+    >>> folder = tempfile.mkdtemp()
+    >>> rw.save(small, plan, folder)
+    >>> rw.Plan.load(f"{folder}/plan.json") == plan
+    True
+    """
     need_module(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     pairs = {name: mark for name, module in model.named_modules() if (mark := mark_of(module)) is not None}
@@ -69,7 +87,24 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
 
 
 def load(folder: str | Path, model: nn.Module) -> nn.Module:
-    """A compressed copy of `model`, which must be the kind of network the plan was made for."""
+    """A compressed copy of `model`, as `save` wrote it. Nothing in the folder is executed.
+
+    Args:
+        folder: what `save` or `rankwise compress` wrote.
+        model: the kind of network that the plan was made for; its weights do not matter.
+
+    Returns:
+        The compressed network, equal to the saved one to the last digit.
+
+    >>> import tempfile, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 20))
+    >>> small, plan = rw.compress(model, method="svd", keep=0.7)
+    >>> folder = tempfile.mkdtemp()
+    >>> rw.save(small, plan, folder)
+    >>> sum(p.numel() for p in rw.load(folder, model).parameters()) == plan.after.params
+    True
+    """
     path = Path(folder) / WEIGHTS
     plan, tensors, header = _read_both(Path(folder))
     small = copy_model(model)

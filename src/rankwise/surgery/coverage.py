@@ -24,18 +24,33 @@ COMPRESSED = "already compressed"
 # Reasons that concern pairs of layers, and not the removal of filters.
 DEPTHWISE = "depthwise: every filter sees one channel"
 HOOKS = "it has hooks, which a replacement would lose"
+# Modules that compute with matrices of their own, which no plain module of torch can stand in for.
+ATTENTION = "it multiplies with its projections itself, and torch has no attention whose projections are modules"
+RECURRENT = "its matrices are read by one fused call for all steps, and torch has no such call for pairs"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def find_layers(model: nn.Module, example: Example | None = None, exclude: Iterable[str] | str = ()) -> Coverage:
     """Every module with parameters: a `Layer` that can be decomposed, or `Skipped` with the reason.
 
-    `example` (a tensor, a tuple of arguments or a dict of keyword arguments) is only used to count
-    positions, in eval mode; the model is left exactly as it was. `exclude` holds names or patterns such
-    as "layer1.*".
+    Args:
+        model: any network; it is left exactly as it was.
+        example: an input (a tensor, a tuple of arguments or a dict of keyword arguments), to count positions in eval
+            mode. Without one nobody knows multiply-adds.
+        exclude: names or patterns of layers to leave alone, such as "layer1.*".
+
+    Returns:
+        A `Coverage`: layers, skipped, params and macs of the whole network.
+
+    >>> import torch, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> coverage = rw.find_layers(model, x)
+    >>> [layer.name for layer in coverage.layers], coverage.params
+    (['0', '3'], 2800)
     """
-    if not isinstance(model, nn.Module):
-        raise RankwiseError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+    need_python_modules(model)
     patterns = [exclude] if isinstance(exclude, str) else list(exclude or ())
     if not all(isinstance(p, str) for p in patterns):
         raise RankwiseError(f"exclude={exclude!r} was given: give names or patterns of layers, such as 'layer1.*'")
@@ -71,6 +86,19 @@ def find_layers(model: nn.Module, example: Example | None = None, exclude: Itera
             found.append(replace(describe(module, name), calls=calls, aliases=aliases))
     macs = observed.macs if observed else None
     return Coverage(tuple(found), tuple(skipped), _numel(model.parameters()), macs)
+
+
+def need_python_modules(model: object) -> None:
+    """Refuse what is no network, and what torch.jit has compiled: its modules cannot be replaced."""
+    if not isinstance(model, nn.Module):
+        raise RankwiseError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"the module {name!r} of the model" if name else "the model"
+            raise RankwiseError(
+                f"{what} was compiled by torch.jit ({type(module).__name__}): give the network it was made from, and "
+                f"compile the result"
+            )
 
 
 def _numel(parameters: Iterable[Tensor]) -> int:
@@ -119,10 +147,12 @@ def _reason(
     model: nn.Module, name: str, module: nn.Module, owners: dict[int, set[str]], excluded: set[nn.Module]
 ) -> str | None:
     """Why a module is left alone; None if it can be decomposed."""
-    if isinstance(module, nn.MultiheadAttention):
-        return "it keeps its projections in one tensor of its own"
     if module in excluded:
         return EXCLUDED
+    if isinstance(module, nn.MultiheadAttention):
+        return ATTENTION
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return RECURRENT
     kind = kind_of(module)
     if kind is None:
         base = next((c.__name__ for c in type(module).__mro__[1:] if kind_of_class(c)), None)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode
 
 from rankwise.core.layer import LINEAR_KINDS, Call
 from rankwise.errors import RankwiseError
 from rankwise.surgery.hooks import Look, Looks, Seen, watching
+from rankwise.surgery.macs import counter
 from rankwise.surgery.modules import kind_of
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]  # what `run_example` gives to a network
@@ -137,14 +137,14 @@ def observe(model: nn.Module, example: Example, layers: dict[str, nn.Module]) ->
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise RankwiseError("the model has lazy layers without a size yet: run it once on an input before")
     watches = {name: _LayerWatch(module) for name, module in layers.items()}
-    counter = FlopCounterMode(display=False)
+    counted = counter()
     after = {name: watch.after for name, watch in watches.items()}
     before = {name: watch.before for name, watch in watches.items()}
-    with undisturbed(model), watching(model, after, before), _noticing_reads(watches.values()), counter:
+    with undisturbed(model), watching(model, after, before), _noticing_reads(watches.values()), counted:
         run_example(model, example)
     calls = {name: _merge(watch.calls) for name, watch in watches.items()}
     unfit = {name: watch.unfit for name, watch in watches.items() if watch.unfit}
-    return Observed(calls, counter.get_total_flops() // 2, unfit)
+    return Observed(calls, counted.get_total_flops() // 2, unfit)
 
 
 class _LayerWatch:

@@ -39,7 +39,22 @@ def copy_model(model: nn.Module) -> nn.Module:
 def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | None = None) -> nn.Module:
     """A copy of the model with every chosen layer replaced by its pair.
 
-    `moments`, by layer, are what `activations.output_moments` gives; choices of the decomposition `pca` need them.
+    Args:
+        model: the network that the plan was made for, or one of the same shapes.
+        plan: what `allocate` or `compress` gave.
+        moments: by layer, what `activations.output_moments` gives; choices of the decomposition `pca` need them.
+
+    Returns:
+        The smaller network.
+
+    >>> import torch, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> plan = rw.allocate(rw.build_table(model, x), rw.Budget(params=0.6), "svd")
+    >>> small = rw.apply_plan(model, plan)
+    >>> sum(p.numel() for p in small.parameters()) == plan.after.params
+    True
     """
     return follow(model, plan, moments, None)
 
@@ -53,7 +68,25 @@ def follow(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | None, 
 
 
 def apply_plan_(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | None = None) -> None:
-    """Replace every chosen layer by its pair, in place. Checked first: a plan that does not fit changes nothing."""
+    """Replace every chosen layer by its pair, in place. Checked first: a plan that does not fit changes nothing.
+
+    Args:
+        model: the network, which is changed.
+        plan: as for `apply_plan`.
+        moments: as for `apply_plan`.
+
+    Returns:
+        Nothing: the model itself is smaller.
+
+    >>> import torch, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> plan = rw.allocate(rw.build_table(model, x), rw.Budget(params=0.6), "svd")
+    >>> rw.apply_plan_(model, plan)
+    >>> sum(p.numel() for p in model.parameters()) == plan.after.params
+    True
+    """
     replace_layers_(model, plan, fill=True, moments=moments)
 
 
@@ -81,7 +114,7 @@ def replace_layers_(
             if unseen or (needs == METRIC and choice.name not in later):
                 raise RankwiseError(
                     f"layer {choice.name!r} of the plan is decomposed by what flows through it, which needs "
-                    f"calibration data: use compress(..., data=...){', or give moments=' if unseen else ''}"
+                    f"calibration data: give some with --data (in Python: compress(..., data=...))"
                 )
             check_finite(cast(Tensor, model.get_submodule(choice.name).weight), choice.name)
     swap: Swap = {}
@@ -162,7 +195,20 @@ def swap_modules_(model: nn.Module, swap: Swap) -> None:
 def densify(model: nn.Module) -> nn.Module:
     """A copy of the model with every pair multiplied out and zeros where filters were removed.
 
-    It has the original shapes and the same outputs.
+    Args:
+        model: a compressed network.
+
+    Returns:
+        A network of the original shapes with the same outputs.
+
+    >>> import torch, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> small, _ = rw.compress(model, x, method="svd", keep=0.6)
+    >>> dense = rw.densify(small)
+    >>> dense[0].weight.shape == model[0].weight.shape, torch.allclose(dense(x), small(x), atol=1e-5)
+    (True, True)
     """
     dense = copy_model(model)
     densify_(dense)
@@ -170,7 +216,21 @@ def densify(model: nn.Module) -> nn.Module:
 
 
 def densify_(model: nn.Module) -> None:
-    """Multiply every pair out and fill up what was narrowed with zeros, in place."""
+    """Multiply every pair out and fill up what was narrowed with zeros, in place.
+
+    Args:
+        model: a compressed network.
+
+    Returns:
+        Nothing: the model itself has the original shapes.
+
+    >>> import rankwise as rw
+    >>> from torch import nn
+    >>> small, _ = rw.compress(nn.Sequential(nn.Linear(20, 20), nn.ReLU()), method="svd", keep=0.7)
+    >>> rw.densify_(small)
+    >>> small[0]
+    Linear(in_features=20, out_features=20, bias=True)
+    """
     if mark_of(model) is not None:
         raise RankwiseError("the model is itself a compressed layer: densify the network that holds it")
     swap_modules_(model, _merged(model, merge_pair))

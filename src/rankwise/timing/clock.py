@@ -164,7 +164,23 @@ def time_networks(
 
 
 def time_network(model: nn.Module, example: Example | None, timing: Timing | None = None) -> Measured:
-    """What a network takes for an example input: `median`, `best` and `spread` of repeated runs, in seconds."""
+    """What a network takes for an example input, in seconds.
+
+    Args:
+        model: the network; a copy of it is timed.
+        example: an input.
+        timing: batch size, threads, layout, repeats; see `Timing`.
+
+    Returns:
+        A `Measured` with `median`, `best` and `spread` of repeated runs.
+
+    >>> import torch, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> rw.time_network(model, x, rw.Timing(threads=1, repeats=3)).median > 0
+    True
+    """
     return time_networks([model], example, timing)[0]
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -66,22 +66,54 @@ HOPELESS = 1.2  # an option so much slower than the layer at half of its macs is
 Cell = tuple[Option, int]  # an option at a rank
 
 
+class MeasureOptions(TypedDict, total=False):
+    """What `measure_times` takes beside the network and how to time it."""
+
+    cache: str | Path | None  # the folder that keeps measurements
+    seconds: float | None  # to spend on pairs, about
+    fuse: bool  # time the network with its batch norms folded
+
+
 def measure_times(
     model: nn.Module,
     example: Example | None,
     timing: Timing | None = None,
     coverage: Coverage | None = None,
     progress: Progress | None = None,
-    cache: str | Path | None = None,
-    seconds: float | None = None,
-    fuse: bool = False,
+    **options: Unpack[MeasureOptions],
 ) -> Times:
-    """Times of the network, its layers and their pairs, for budgets in latency. Pairs take about `seconds` at most.
+    """Times of the network, its layers and their pairs, for budgets in latency.
 
-    Layers and pairs are timed in the network as it will be: with `fuse` its batch norms are folded away, and where
+    Layers and pairs are timed in the network as it will be: with `fuse=True` its batch norms are folded away, and where
     channels last are faster its weights lie so (`Times.layout`). Budgets are fractions of the network as it is.
-    `cache` is the folder to keep measurements in: $RANKWISE_CACHE or ~/.cache/rankwise, unless another is given.
+
+    Args:
+        model: the network.
+        example: an input.
+        timing: batch size, threads, layout; see `Timing`.
+        coverage: what `find_layers` gave, if that is known.
+        progress: called with a name, how many are done, and how many there are.
+        options: `cache=` the folder to keep measurements in ($RANKWISE_CACHE or ~/.cache/rankwise unless given);
+            `seconds=` to spend on pairs, about; `fuse=`. See `MeasureOptions`.
+
+    Returns:
+        `Times`, for `table.times`.
+
+    >>> import tempfile, torch, rankwise as rw
+    >>> from torch import nn
+    >>> model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(8, 64)
+    >>> table = rw.build_table(model, x, slices=1)
+    >>> table.times = rw.measure_times(model, x, rw.Timing(threads=1), cache=tempfile.mkdtemp(), seconds=0.2)
+    >>> table.times.total > 0
+    True
     """
+    unknown = sorted(set(options) - set(MeasureOptions.__annotations__))
+    if unknown:
+        known = ", ".join(f"{name}=" for name in MeasureOptions.__annotations__)
+        raise RankwiseError(
+            f"unknown keyword {unknown[0]!r}: measure_times takes timing=, coverage=, progress=, {known}"
+        )
+    cache, seconds, fuse = options.get("cache"), options.get("seconds") or SECONDS, options.get("fuse", False)
     timing = timing or Timing()
     if timing.compiled:
         raise RankwiseError("layers are timed eagerly, and timing with compiled=True was asked for: leave it out")
@@ -90,7 +122,7 @@ def measure_times(
         store = Store(place(cache, torch.get_num_threads()))
         key = _key(model, example, timing, coverage, fuse)
         if key not in store.known:
-            store.known[key] = _measure(model, example, timing, coverage, progress, seconds or SECONDS, fuse)
+            store.known[key] = _measure(model, example, timing, coverage, progress, seconds, fuse)
             store.save()
     found = store.known[key]
     how = {**timing.to_json(), "fuse": fuse, "machine": machine(), **found["conditions"]}

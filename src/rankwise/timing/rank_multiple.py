@@ -35,7 +35,7 @@ def best_multiple(
     timing = timing or Timing()
     layers = (coverage or find_layers(model, example)).layers
     if not layers:
-        raise RankwiseError("the model has no layer that can be decomposed: rankwise.find_layers says why")
+        raise RankwiseError("the model has no layer that can be decomposed: rankwise inspect says why")
     layer = max(layers, key=lambda la: la.macs or 0)
     option = Option(all_folds(layer.dims)[0], 1)
     last = min(full_rank(layer, option), 2 * WIDTH)

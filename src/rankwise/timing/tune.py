@@ -15,6 +15,7 @@ from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.planning.times import Conditions
+from rankwise.planning.units import UNITS
 from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_
@@ -36,17 +37,18 @@ def settle(
     timing: Timing,
     fuse: bool = False,
 ) -> Plan:
-    """A plan whose network, timed in turns with the model, keeps the budget in latency and leaves little of it unused.
+    """A plan whose network, timed in turns with the model, keeps the budget in time and leaves little of it unused.
 
     Predictions are off by a few percent either way, so the plan is made again with less if it is too slow, and with
     more if it is faster than need be. If none is fast enough it is the fastest. `plan.search.latency` has the
     fraction that was `measured`, and what was asked for, predicted and measured in all `rounds`.
     """
-    assert budget.latency is not None, "there is a latency to keep"
-    asked, found = budget.latency, list[tuple[float, float, Plan]]()
+    unit = next(name for name in budget.units if UNITS[name].timed)
+    limit = float(getattr(budget, unit))
+    asked, found = limit, list[tuple[float, float, Plan]]()
     for _ in range(ROUNDS):
         try:
-            plan = make(replace(budget, latency=asked))
+            plan = make(Budget(**{**budget.to_json(), unit: asked}))
         except RankwiseError:
             if not found:
                 raise
@@ -56,19 +58,19 @@ def settle(
         dense, small = time_networks([model, shaped(model, plan, example, fuse)], example, timing, SECONDS)
         measured = small.median / dense.median
         found.append((asked, measured, _remarked(plan, conditions([dense, small]))))
-        if CLOSE[0] <= measured / budget.latency <= CLOSE[1] or (measured <= budget.latency and not plan.choices):
+        if CLOSE[0] <= measured / limit <= CLOSE[1] or (measured <= limit and not plan.choices):
             break
-        asked = min(1.0, asked * AIM * budget.latency / measured)
-    kept = [one for one in found if one[1] <= budget.latency]
+        asked = min(1.0, asked * AIM * limit / measured)
+    kept = [one for one in found if one[1] <= limit]
     _, measured, plan = max(kept, key=lambda one: one[0]) if kept else min(found, key=lambda one: one[1])
-    rounds = tuple((a, p.keep("latency"), m) for a, m, p in found)
-    assert plan.search.latency is not None, "the plan was made for a latency"
+    rounds = tuple((a, p.keep(unit), m) for a, m, p in found)
+    assert plan.search.latency is not None, "the plan was made for a time"
     latency = replace(plan.search.latency, measured=measured, rounds=rounds)
     plan = replace(plan, budget=budget, search=replace(plan.search, latency=latency))
-    if measured <= budget.latency:
+    if measured <= limit:
         return plan
     return plan.warned(
-        f"the network takes {measured:.3f} of the dense network's time, and {budget.latency:g} was asked for: nothing "
+        f"the network takes {measured:.3f} of the dense network's time, and {limit:g} was asked for: nothing "
         f"faster was found; is the machine busy?"
     )
 

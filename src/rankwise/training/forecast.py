@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.calibration.fit import apply_fitted
-from rankwise.calibration.output_metric import add_answers, variance_of
+from rankwise.calibration.output_metric import Spread, add_answers, variance_of
 from rankwise.compression import Observations
-from rankwise.core.moments import Moments
 from rankwise.data.augment import IGNORED
 from rankwise.data.splits import Split
 from rankwise.errors import RankwiseError
@@ -73,7 +72,7 @@ def forecast(
             f"a plan by {plan.method!r} with the measure {plan.settings.get('error')!r} does not say what becomes of "
             f"the network's outputs: forecasts are for method='auto' with data, or with batch norm and an example"
         )
-    trial = apply_fitted(model, plan, seen.inputs, seen.influence, seen.moments, work=0)
+    trial = apply_fitted(model, plan, seen.inputs, seen.influence, seen.moments, in_order=False).network
     whole, split = len(split), split.thin(most)
     random = torch.Generator().manual_seed(seed)
     before, labels, variance = _answers(model, split, torch.Generator().manual_seed(seed))
@@ -114,7 +113,7 @@ def _lost(chances: Tensor, before: Tensor, after: Tensor) -> Tensor:
 
 def _answers(model: nn.Module, split: Split, random: torch.Generator) -> tuple[Tensor, Tensor, float]:
     """Logits N×C and labels N, of some pixels for segmentation, and the variance of all outputs."""
-    seen: dict[int, Moments] = {}
+    seen: dict[int, Spread] = {}
     logits, labels = [], []
     with mode(model, training=False), torch.inference_mode():
         for x, y in split.batches(8 if split.masks is not None else 256):

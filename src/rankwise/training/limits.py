@@ -6,6 +6,7 @@ scored is ever given back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +39,11 @@ class Trial:
 
 
 def check_limit(limit: float, unit: str) -> None:
-    """Refuse a limit that is no number of points, and a unit that no budget has."""
+    """Refuse a limit that is no number, and a unit that no budget has."""
     if unit not in UNITS:
-        raise RankwiseError(f"--unit {unit} was given: possible are {', '.join(UNITS)}")
-    if not 0 <= limit < 100:
-        raise RankwiseError(f"--max-drop {limit:g} was given: give points of accuracy, from 0 to below 100")
+        raise RankwiseError(f"the unit {unit} was given: possible are {', '.join(UNITS)}")
+    if not 0 <= limit < math.inf:
+        raise RankwiseError(f"a drop of {limit:g} was given: give how much of the metric may be lost, from 0 on")
 
 
 def smallest(
@@ -85,6 +86,6 @@ def smallest(
             else "none fits"
         )
         raise RankwiseError(
-            f"no smaller network loses at most {limit:g} points: {least}; allow a larger drop, or retrain afterwards"
+            f"no smaller network loses at most {limit:g}: {least}; allow a larger drop, or retrain afterwards"
         )
     return *best, trials

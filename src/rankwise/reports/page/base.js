@@ -2,6 +2,7 @@
 // What every part of the page uses. Text from the data is only ever set as text, never as markup.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
+const TOUCH = matchMedia("(pointer: coarse)").matches;
 const $ = (id) => document.getElementById(id);
 
 /** el("p", {class: "note", onclick: f}, "text", node, …) */
@@ -15,13 +16,17 @@ function el(tag, props = {}, ...children) {
   return node;
 }
 
+// Who has to draw again when a choice or the colours change.
+const drawers = [];
+const refresh = () => drawers.forEach((draw) => draw());
+
 const formats = new Map();
 function number(value, digits = 0) {
   if (value === null || value === undefined) return "–";
   if (!formats.has(digits)) {
     formats.set(digits, new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
   }
-  return formats.get(digits).format(value).replace("-", "−");
+  return formats.get(digits).format(value).replace(/^-(?=[0.]*$)/, "").replace("-", "−");
 }
 const signed = (value, digits = 2) => (value > 0 ? "+" : "") + number(value, digits);
 const percent = (value, digits = 1) => (value === null || value === undefined ? "–" : `${number(value, digits)} %`);
@@ -29,28 +34,6 @@ const percent = (value, digits = 1) => (value === null || value === undefined ? 
 const spread = (pair, show) => (pair === null ? "–" : show(pair[0]) + (pair[1] === null ? "" : ` ± ${number(pair[1], 2)}`));
 /** Text for plotly, which reads a little markup. */
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-
-// Rows are columns: a constant, positions into a list of values, or the values themselves.
-const COLUMNS = new Map(DATA.rows.columns.map((column) => [column.k.join("\u0000"), column]));
-function value(row, ...path) {
-  const column = COLUMNS.get(path.join("\u0000"));
-  if (column === undefined) return null;
-  if ("c" in column) return column.c;
-  return "i" in column ? column.v[column.i[row]] : column.d[row];
-}
-
-// What is chosen, and who has to know when it changes.
-const state = { panel: 0, stage: 0, hidden: new Set(), vertical: "score", floor: null, published: "", unit: "params", asked: "" };
-const drawers = [];
-const refresh = () => drawers.forEach((draw) => draw());
-const panel = () => DATA.panels[state.panel];
-const stage = () => panel()?.stages[state.stage];
-/** The lines that are looked at: those with a budget in the chosen unit, or all. */
-const lines = () => stage().lines.filter((line) => !state.asked || line.unit === state.asked);
-const titleOf = (line) => (state.asked ? line.name.replace(`, ${line.unit} budget`, "") : line.name);
-const LOOK = new Map(DATA.labels.map((entry) => [entry.label, entry]));
-const colour = (label) => LOOK.get(label)[isDark() ? "dark" : "light"];
-const dashOf = (line) => (line.mode === "iterate" ? "longdashdot" : DATA.dashes[line.unit] ?? "solid");
 
 /** A group of buttons of which one is pressed. `options`: [value, text] …; `choose` is told the value. */
 function segments(host, options, current, choose) {
@@ -65,31 +48,6 @@ function segments(host, options, current, choose) {
 
 function options(select, entries, current) {
   select.replaceChildren(...entries.map(([key, text]) => el("option", { value: key, selected: key === current }, text)));
-}
-
-// The marker shapes of plotly, in a box of 16 × 16.
-const SHAPES = {
-  circle: "M8 3a5 5 0 1 0 0 10a5 5 0 1 0 0-10",
-  square: "M3.5 3.5h9v9h-9z",
-  diamond: "M8 2l6 6-6 6-6-6z",
-  "triangle-up": "M8 2.5l6 10.5h-12z",
-  "triangle-down": "M8 13.5l6-10.5h-12z",
-  "triangle-left": "M2.5 8l10.5-6v12z",
-  x: "M4.5 2.5L8 6l3.5-3.5 2 2L10 8l3.5 3.5-2 2L8 10l-3.5 3.5-2-2L6 8 2.5 4.5z",
-  cross: "M6.2 2.5h3.6v3.7h3.7v3.6H9.8v3.7H6.2V9.8H2.5V6.2h3.7z",
-  star: "M8 1.5l1.9 4.3 4.6.4-3.5 3.1 1.1 4.6L8 11.5l-4.1 2.4L5 9.3 1.5 6.2l4.6-.4z",
-  pentagon: "M8 2l6 4.4-2.3 7H4.3L2 6.4z",
-  hexagon: "M8 2l5.2 3v6L8 14l-5.2-3V5z",
-};
-function swatch(line) {
-  const SVG = "http://www.w3.org/2000/svg";
-  const svg = document.createElementNS(SVG, "svg");
-  for (const [key, v] of Object.entries({ viewBox: "0 0 16 16", class: "swatch", "aria-hidden": "true" })) svg.setAttribute(key, v);
-  const path = document.createElementNS(SVG, "path");
-  path.setAttribute("d", SHAPES[LOOK.get(line.label).marker]);
-  path.setAttribute("fill", colour(line.label));
-  svg.append(path);
-  return svg;
 }
 
 // Light and dark: what the system prefers, until the button says otherwise.
@@ -111,8 +69,8 @@ function themeButton() {
   $("theme").textContent = isDark() ? "☀ Light" : "☾ Dark";
   $("theme").setAttribute("aria-label", isDark() ? "Switch to light colours" : "Switch to dark colours");
 }
-const before = remembered("rankwise-theme");
-if (before === "dark" || before === "light") root.dataset.theme = before;
+const chosenBefore = remembered("rankwise-theme");
+if (chosenBefore === "dark" || chosenBefore === "light") root.dataset.theme = chosenBefore;
 $("theme").addEventListener("click", () => {
   root.dataset.theme = isDark() ? "light" : "dark";
   remembered("rankwise-theme", root.dataset.theme);
@@ -133,7 +91,7 @@ function layout(more) {
     modebar: { bgcolor: "rgba(0,0,0,0)", color: ink("muted"), activecolor: ink("ink") },
     hovermode: "closest",
     hoverlabel: { align: "left", bgcolor: ink("surface"), bordercolor: ink("muted"), font: { color: ink("ink"), size: 13 } },
-    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    dragmode: TOUCH ? false : "zoom",
     ...more,
     xaxis: { ...axis, ...more.xaxis },
     yaxis: { ...axis, ...more.yaxis },
@@ -142,6 +100,69 @@ function layout(more) {
 const CONFIG = {
   displaylogo: false,
   responsive: true,
-  displayModeBar: matchMedia("(pointer: coarse)").matches ? false : "hover",
+  displayModeBar: TOUCH ? false : "hover",
   modeBarButtons: [["toImage", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
 };
+
+// Files that the page gives away, and links to its parts.
+function download(name, text, type) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+/** One field of a CSV file. A text that a spreadsheet would compute gets an apostrophe. */
+function field(value) {
+  if (value === null || value === undefined) return "";
+  if (typeof value === "number") return String(value);
+  const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : String(value);
+  return /[",\n\r]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
+}
+const csvText = (head, rows) => [head, ...rows].map((row) => row.map(field).join(",")).join("\n") + "\n";
+/** `make` gives [head, rows] when it is asked for. */
+function csvButton(name, make, what) {
+  const give = () => download(`${name}.csv`, csvText(...make()), "text/csv");
+  return el("button", { type: "button", class: "mini csv", title: "Download as CSV", "aria-label": `Download ${what} as CSV`, onclick: give }, "CSV");
+}
+
+// A link names a part of the page and what is chosen there: #within?panel=1&unit=macs
+const choices = []; // {write(params), read(params)}
+function address(id) {
+  const params = new URLSearchParams();
+  choices.forEach((one) => one.write(params));
+  const said = params.toString();
+  return `#${id}${said ? `?${said}` : ""}`;
+}
+/** A link to the part with this id; what is chosen at the time of the click goes with it. */
+function anchor(id, what) {
+  const link = el("a", { class: "mini", href: `#${id}`, title: "Link to this part", "aria-label": `Link to ${what}` }, "#");
+  link.addEventListener("click", () => link.setAttribute("href", address(id)));
+  return link;
+}
+function anchors() {
+  for (const part of document.querySelectorAll("section[id]")) {
+    const title = part.querySelector("h2");
+    if (title && !title.querySelector(".mini")) title.append(" ", anchor(part.id, `“${title.textContent}”`));
+  }
+}
+/** What an address asks for; the part it names, or null. */
+function follow() {
+  const [id, said] = location.hash.slice(1).split("?");
+  const params = new URLSearchParams(said ?? "");
+  if (said !== undefined) choices.forEach((one) => one.read(params));
+  return id ? document.getElementById(id) : null;
+}
+addEventListener("hashchange", () => {
+  const part = follow();
+  if (!part) return;
+  refresh();
+  part.scrollIntoView();
+});
+
+/** The footer: what made this page, in words. */
+function madeBy(made) {
+  const { rankwise, torch, python, machine, threads, commit } = made;
+  const from = commit ? ` (commit ${commit})` : "";
+  return `Made by rankwise ${rankwise}${from} with torch ${torch} and Python ${python} on ${machine}, ${threads} ${threads === 1 ? "thread" : "threads"}.`;
+}

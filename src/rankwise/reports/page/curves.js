@@ -1,16 +1,18 @@
-// The choice of network and stage, the two charts, and the table of what can be removed for a loss of δ.
+// The choice of network and stage, the charts, and the table of what can be removed for a loss of δ.
 
 const METRIC = { top1: "top-1", miou: "mean IoU" };
 const CUT = { params: "CR-P", macs: "CR-F" };
-const THINGS = { params: "parameters", macs: "multiply-adds" };
+const REMOVED = { params: "CR-P", macs: "CR-F", latency: "time removed" };
+const THINGS = { params: "parameters", macs: "multiply-adds", latency: "time" };
 const FLOORS = [[2, "losses up to 2 points"], [5, "losses up to 5 points"], [20, "losses up to 20 points"], [0, "all results"]];
 const below = (floor) => (floor ? lines().flatMap((line) => line.points).filter((p) => p.change[0] < -floor).length : 0);
-/** Unless somebody chose: the closest view that has most results. Methods that fail would press the others together. */
+/** Unless somebody chose: down to 5 points, or everything where no result is that good. */
 function floorShown() {
   if (state.floor !== null) return state.floor;
-  const all = lines().flatMap((line) => line.points).length;
-  return FLOORS.find(([floor]) => below(floor) <= (floor === 2 ? 0.05 : 0.25) * all)[0];
+  return lines().some((line) => line.points.some((p) => p.change[0] >= -5)) ? 5 : 0;
 }
+/** What was measured somewhere in this stage; time only where it was. */
+const drawnUnits = () => Object.keys(THINGS).filter((unit) => unit !== "latency" || lines().some((line) => line.points.some((p) => p.cut.latency)));
 
 const unitsOf = () => [...new Set(panel().stages.flatMap((s) => s.lines.map((line) => line.unit)))];
 function chooseUnit() {
@@ -33,11 +35,11 @@ function drawChoice() {
     refresh();
   });
   const p = panel();
-  const repeats = Math.max(0, ...lines().flatMap((line) => line.points.map((q) => q.rows.length)));
+  const seeds = new Set(lines().flatMap((line) => line.points.flatMap((q) => q.rows.map((row) => value(row, "seed") ?? value(row, "repeat"))))).size;
   const images = p.n === null ? "" : ` on ${number(p.n)} images`;
   $("facts").replaceChildren(
     ...(DATA.panels.length > 1 ? [] : [el("strong", {}, p.title), " · "]),
-    `original ${METRIC[p.metric]} ${spread(p.reference, (v) => percent(v, 2))}${images} · ${number(repeats)} ${repeats === 1 ? "repeat" : "repeats"}`
+    `original ${METRIC[p.metric]} ${spread(p.reference, (v) => percent(v, 2))}${images} · 1 network, ${number(seeds)} ${seeds === 1 ? "seed" : "seeds"}`
   );
 }
 
@@ -52,34 +54,61 @@ function drawHeadline() {
     if (!ranked.length || (delta < 0.5 && DATA.deltas.length > 1)) continue;
     const [[cut, best], second] = ranked;
     const when = stage().when === "retrained" ? "After retraining" : "Without retraining";
-    const than = second ? `; next is ${titleOf(second[1])} with ${percent(second[0])}` : "";
+    const equal = second && percent(second[0]) === percent(cut);
+    const than = !second ? "" : equal ? `; so does ${titleOf(second[1])}` : `; next is ${titleOf(second[1])} with ${percent(second[0])}`;
     $("headline").replaceChildren(
       `${when}, `, el("strong", {}, titleOf(best)), ` removes `, el("strong", {}, percent(cut)),
       ` of the parameters for at most ${number(delta, 1)} ${delta === 1 ? "point" : "points"} of ${METRIC[panel().metric]}${than}.`
     );
     return;
   }
-  $("headline").textContent = `No line stays within ${number(DATA.deltas.at(-1), 1)} points of the original here.`;
+  $("headline").textContent = `No method stays within ${number(DATA.deltas.at(-1), 1)} points of the original here.`;
 }
 
+// A method can be hidden (click), lit (hover or focus), or shown alone (double click).
 function drawLegend() {
   const chips = lines().map((line) => {
-    const on = !state.hidden.has(line.name);
-    const flip = () => {
+    const flip = (event) => {
+      if (event.shiftKey) return alone(line.name);
       if (!state.hidden.delete(line.name)) state.hidden.add(line.name);
       drawCharts();
-      drawLegend();
-      [...$("legend").children].find((c) => c.dataset.name === line.name)?.focus();
+      markLegend();
     };
-    return el("button", { type: "button", class: "chip", "aria-pressed": String(on), "data-name": line.name, onclick: flip }, swatch(line), titleOf(line));
+    const lit = () => light(line.name);
+    const props = { onclick: flip, ondblclick: () => alone(line.name), onmouseenter: lit, onmouseleave: () => light(null), onfocus: lit, onblur: () => light(null) };
+    return el("button", { type: "button", class: "chip", "data-name": line.name, title: "Click: hide or show. Double click, or shift and click: this method alone.", ...props }, swatch(line.label), titleOf(line));
   });
   const all = () => {
     const none = state.hidden.size === 0;
     state.hidden = new Set(none ? lines().map((line) => line.name) : []);
     drawCharts();
-    drawLegend();
+    markLegend();
   };
-  $("legend").replaceChildren(...chips, el("button", { type: "button", class: "chip plain", onclick: all }, state.hidden.size ? "Show all" : "Hide all"));
+  $("legend").replaceChildren(...chips, el("button", { type: "button", class: "chip plain", onclick: all }));
+  markLegend();
+}
+function markLegend() {
+  for (const chip of $("legend").querySelectorAll("[data-name]")) chip.setAttribute("aria-pressed", String(!state.hidden.has(chip.dataset.name)));
+  $("legend").querySelector(".plain").textContent = state.hidden.size ? "Show all" : "Hide all";
+}
+/** Only this method; all of them if it is alone already. */
+function alone(name) {
+  const others = lines().map((line) => line.name).filter((other) => other !== name);
+  const isAlone = !state.hidden.has(name) && others.every((other) => state.hidden.has(other));
+  state.hidden = new Set(isAlone ? [] : others);
+  drawCharts();
+  markLegend();
+}
+let lighted = null;
+/** One method in full colour and the others pale, in all charts and in the legend. */
+function light(name) {
+  if (name === lighted || (name !== null && state.hidden.has(name))) return;
+  lighted = name;
+  for (const unit of drawnUnits()) {
+    const host = $(`chart-${unit}`);
+    if (host.data?.length) Plotly.restyle(host, { opacity: host.data.map((trace) => (name === null || trace.meta === name ? 1 : 0.1)) });
+  }
+  for (const chip of $("legend").querySelectorAll("[data-name]")) chip.classList.toggle("pale", name !== null && chip.dataset.name !== name);
 }
 
 const tell = (line, point) =>
@@ -87,7 +116,7 @@ const tell = (line, point) =>
     `<b>${plain(titleOf(line))}</b>`,
     `${METRIC[panel().metric]} ${spread(point.score, (v) => percent(v, 3))}`,
     `change ${spread(point.change, (v) => signed(v, 3))} points`,
-    ...["params", "macs"].filter((u) => point.cut[u]).map((u) => `${CUT[u]} ${spread(point.cut[u], (v) => percent(v, 3))}`),
+    ...Object.keys(THINGS).filter((u) => point.cut[u]).map((u) => `${REMOVED[u]} ${spread(point.cut[u], (v) => percent(v, 3))}`),
     `${point.asked === null ? "no budget" : `asked to keep ${point.asked} of ${plain(line.unit)}`}; ${point.rows.length} ${point.rows.length === 1 ? "run" : "runs"}`,
   ].join("<br>");
 
@@ -96,18 +125,18 @@ function traces(unit) {
   for (const line of lines().filter((l) => !state.hidden.has(l.name))) {
     const points = line.points.filter((p) => p.cut[unit] !== null);
     const x = points.map((p) => p.cut[unit][0]);
-    const [y, dev] = [0, 1].map((i) => points.map((p) => p[state.vertical][i] ?? 0));
+    const y = points.map((p) => p[state.vertical][0]);
     const tint = colour(line.label);
-    if (dev.some((d) => d > 0)) {
-      const edge = (sign) => y.map((v, i) => v + sign * dev[i]);
-      found.push({ x: [...x, ...x.slice().reverse()], y: [...edge(1), ...edge(-1).reverse()], fill: "toself", fillcolor: tint + (lines().length > 6 ? "14" : "20"), line: { width: 0 }, mode: "lines", hoverinfo: "skip", type: "scatter" });
+    const [low, high] = [0, 1].map((i) => points.map((p) => p.band[state.vertical][i]));
+    if (high.some((top, i) => top > low[i])) {
+      found.push({ meta: line.name, x: [...x, ...x.slice().reverse()], y: [...high, ...low.slice().reverse()], fill: "toself", fillcolor: tint + (lines().length > 6 ? "14" : "20"), line: { width: 0 }, mode: "lines", hoverinfo: "skip", type: "scatter" });
     }
     found.push({
-      x, y, type: "scatter", mode: "lines+markers", name: plain(titleOf(line)),
+      meta: line.name, x, y, type: "scatter", mode: "lines+markers", name: plain(titleOf(line)),
       line: { color: tint, width: 2, dash: dashOf(line) },
-      marker: { symbol: LOOK.get(line.label).marker, size: 8, color: tint },
+      marker: { symbol: LOOK.get(line.label).marker, size: 9, color: tint, line: { color: ink("surface"), width: 0.5 } },
       hoverinfo: "text", hovertext: points.map((p) => tell(line, p)),
-      customdata: points.map((p) => [titleOf(line), p.asked, p.rows]),
+      customdata: points.map((p) => [titleOf(line), p.asked, p.rows, line.name]),
     });
   }
   return [...found, ...published(unit)];
@@ -128,10 +157,11 @@ function published(unit) {
     const mine = entries.filter((e) => e.method === method).sort((a, b) => a[CUT[unit]] - b[CUT[unit]]);
     const label = DATA.labels.find((entry) => bare(entry.label) === bare(method));
     const tint = label ? colour(label.label) : ink("muted");
-    const symbol = label ? label.marker : Object.keys(SHAPES)[10 - (i % 11)];
+    const symbols = Object.keys(DATA.shapes);
+    const symbol = label ? label.marker : symbols[symbols.length - 1 - (i % symbols.length)];
     const base = state.vertical === "score" ? panel().reference[0] : 0;
     return {
-      x: mine.map((e) => e[CUT[unit]]), y: mine.map((e) => base + e.delta_top1), type: "scatter", mode: "lines+markers",
+      meta: label ? label.label : null, x: mine.map((e) => e[CUT[unit]]), y: mine.map((e) => base + e.delta_top1), type: "scatter", mode: "lines+markers",
       line: { color: tint, width: 1, dash: "dot" }, marker: { symbol: `${symbol}-open`, size: 11, color: tint, line: { width: 2 } },
       hoverinfo: "text",
       hovertext: mine.map((e) => `<b>${plain(method)}, published</b><br>change ${signed(e.delta_top1)} points<br>CR-P ${percent(e["CR-P"], 2)} · CR-F ${percent(e["CR-F"], 2)}<br>${plain(e.network)}, ${plain(e.data)}; ${plain(e.table)}`),
@@ -139,44 +169,82 @@ function published(unit) {
   });
 }
 
+/** From nothing removed to a little beyond the last point in the frame: the rest of the axis would be empty. */
+function across(unit, floor) {
+  if (!floor) return {};
+  const seen = lines().flatMap((line) => line.points).filter((p) => p.cut[unit] && p.change[0] >= -floor).map((p) => p.cut[unit][0]);
+  return seen.length ? { range: [Math.min(0, ...seen) - 2, Math.min(102, Math.max(...seen) + 12)] } : {};
+}
+
 function drawCharts() {
   const base = state.vertical === "score" ? panel().reference[0] : 0;
   const floor = floorShown();
+  lighted = null;
   options($("floor"), FLOORS, floor);
-  for (const unit of ["params", "macs"]) {
-    const drawn = traces(unit);
+  $("figure-latency").hidden = !drawnUnits().includes("latency");
+  $("figure-latency").parentElement.classList.toggle("three", drawnUnits().length > 2);
+  for (const unit of drawnUnits()) {
     const range = floor ? { range: [base - 1.04 * floor, base + 0.15 * floor] } : {};
     const title = state.vertical === "score" ? DATA.metrics[panel().metric] : `change in ${METRIC[panel().metric]} (points)`;
-    const original = {
-      shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: base, y1: base, line: { color: ink("muted"), width: 1, dash: "dot" } }],
-      annotations: [{ xref: "paper", x: 0, y: base, text: "original", showarrow: false, xanchor: "left", yanchor: "bottom", font: { size: 12, color: ink("muted") } }],
-    };
+    const shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: base, y1: base, line: { color: ink("muted"), width: 1, dash: "dot" } }];
     const host = $(`chart-${unit}`);
-    Plotly.react(host, drawn, layout({ height: innerWidth < 700 ? 320 : 400, xaxis: { title: { text: DATA.axes[unit], standoff: 8 } }, yaxis: { title: { text: title, standoff: 8 }, ...range }, ...original }), CONFIG);
-    host.setAttribute("aria-label", `${DATA.metrics[panel().metric]} against ${THINGS[unit]} removed, ${lines().length} lines; all points are in the table below`);
-    if (!host.dataset.listens) {
-      host.dataset.listens = "yes";
-      host.on("plotly_click", (event) => {
-        const found = event.points[0].customdata;
-        if (found) showRows(`${found[0]}, asked to keep ${found[1]}`, found[2]);
-      });
-    }
+    Plotly.react(host, traces(unit), layout({ height: innerWidth < 700 ? 320 : 400, xaxis: { title: { text: DATA.axes[unit], standoff: 8 }, ...across(unit, floor) }, yaxis: { title: { text: title, standoff: 8 }, ...range }, shapes }), CONFIG);
+    host.setAttribute("aria-label", `${title} against ${THINGS[unit]} removed, ${lines().length} methods; all points are in the table below`);
+    listen(host);
   }
   const repeated = lines().some((line) => line.points.some((p) => p.rows.length > 1));
-  $("bands").textContent = (repeated ? "Bands are one sample standard deviation over repeats. " : "One run for each point. ") + "A click on a point opens the runs behind it." + (below(floor) ? ` Below the frame: ${number(below(floor))} points, in “all results”.` : "");
+  const sentences = [
+    "The dotted line is the original network.",
+    repeated ? "Bands are one sample standard deviation over seeds, cut off at 0 and 100 %." : "One run for each point.",
+    TOUCH ? "A tap on a method hides it, a double tap shows it alone; a tap on a point opens the runs behind it." : "Hover over a method to light it; double click shows it alone. A click on a point opens the runs behind it.",
+    below(floor) ? `Below the frame: ${number(below(floor))} points, in “all results”.` : "",
+  ];
+  $("bands").textContent = sentences.filter(Boolean).join(" ");
+}
+
+/** A click on a point opens its runs, a double click shows its method alone: so a click waits for a second one. */
+const PATIENCE = 280;
+function listen(host) {
+  if (host.dataset.listens) return;
+  host.dataset.listens = "yes";
+  let waits = null;
+  host.on("plotly_hover", (event) => light(event.points[0].data.meta ?? null));
+  host.on("plotly_unhover", () => light(null));
+  host.on("plotly_click", (event) => {
+    const found = event.points[0].customdata;
+    if (!found) return;
+    if (waits !== null) {
+      clearTimeout(waits);
+      waits = null;
+      return alone(found[3]);
+    }
+    waits = setTimeout(() => {
+      waits = null;
+      showRows(`${found[0]}, asked to keep ${found[1]}`, found[2]);
+    }, PATIENCE);
+  });
+}
+
+/** [head, rows] of a CSV file with the points of all methods in a chart. */
+function chartTable(unit) {
+  const head = ["method", "budget in", "asked to keep", "removed (%)", "removed, deviation", `${METRIC[panel().metric]} (%)`, "deviation", "change (points)", "change, deviation", "runs"];
+  const rows = lines().flatMap((line) => line.points.filter((p) => p.cut[unit]).map((p) => [line.name, line.unit, p.asked, ...p.cut[unit], ...p.score, ...p.change, p.rows.length]));
+  return [head, rows];
 }
 
 function drawPoints() {
   if (!$("points").open) return;
   const rows = lines().flatMap((line) => line.points.map((point) => ({ line, point })));
-  const pair = (title, get, show) => ({ title, sort: (r) => get(r.point)?.[0] ?? null, show: (r) => (get(r.point) ? spread(get(r.point), show) : "–") });
+  const both = (title, get) => [[title, (r) => get(r.point)?.[0] ?? null], [`${title}, deviation`, (r) => get(r.point)?.[1] ?? null]];
+  const pair = (title, get, show) => ({ title, csv: both(title, get), sort: (r) => get(r.point)?.[0] ?? null, show: (r) => (get(r.point) ? spread(get(r.point), show) : "–") });
   sortable($("points").querySelector(".details-body"), {
-    caption: "Points of the charts", rows, page: 50,
+    caption: "Points of the charts", rows, page: 50, file: "points",
     columns: [
-      { title: "line", text: true, sort: (r) => r.line.name, show: (r) => el("span", { class: "named" }, swatch(r.line), titleOf(r.line)) },
+      { title: "method", text: true, sort: (r) => r.line.name, show: (r) => named(r.line) },
       { title: "asked", sort: (r) => r.point.asked, show: (r) => String(r.point.asked ?? "–") },
       pair("CR-P", (p) => p.cut.params, (v) => percent(v, 2)),
       pair("CR-F", (p) => p.cut.macs, (v) => percent(v, 2)),
+      ...(drawnUnits().includes("latency") ? [pair("time removed", (p) => p.cut.latency, (v) => percent(v, 1))] : []),
       pair(METRIC[panel().metric], (p) => p.score, (v) => percent(v, 2)),
       pair("change", (p) => p.change, (v) => signed(v, 2)),
       { title: "runs", sort: (r) => r.point.rows.length, show: (r) => el("button", { type: "button", class: "link", onclick: () => showRows(`${titleOf(r.line)}, asked to keep ${r.point.asked}`, r.point.rows) }, `${r.point.rows.length} ${r.point.rows.length === 1 ? "run" : "runs"}`) },
@@ -190,13 +258,18 @@ function drawDelta() {
     state.unit = u;
     drawDelta();
   });
-  $("delta-note").textContent = `The largest ${CUT[state.unit]} of each line whose mean ${METRIC[panel().metric]} is at most δ points below the original. In small print: its change in points, and its ${CUT[other]}. Bold: the best of a column.`;
+  $("delta-note").textContent = `The largest ${CUT[state.unit]} of each method whose mean ${METRIC[panel().metric]} is at most δ points below the original. In small print: its change in points, and its ${CUT[other]}. Bold: the best of a column.`;
   const rows = lines().map((line) => ({ line, cells: line.delta[state.unit].map((at) => (at === null ? null : line.points[at])) }));
   const cut = (row, d) => row.cells[d]?.cut[state.unit][0] ?? null;
   const best = DATA.deltas.map((_, d) => Math.max(...rows.map((row) => cut(row, d) ?? -Infinity)));
   const column = (delta, d) => ({
     title: `δ = ${number(delta, delta % 1 ? 1 : 0)} %`,
     sort: (row) => cut(row, d),
+    csv: [
+      [`${CUT[state.unit]} (%), δ = ${delta}`, (row) => cut(row, d)],
+      [`change (points), δ = ${delta}`, (row) => row.cells[d]?.change[0] ?? null],
+      [`${CUT[other]} (%), δ = ${delta}`, (row) => row.cells[d]?.cut[other]?.[0] ?? null],
+    ],
     show: (row) => {
       const point = row.cells[d];
       if (point === null) return el("span", { class: "muted none", title: "No result within this loss" }, "–");
@@ -208,8 +281,8 @@ function drawDelta() {
     },
   });
   sortable($("delta"), {
-    caption: `Largest ${CUT[state.unit]} by loss`, rows, first: 2, descending: true,
-    columns: [{ title: "line", text: true, sort: (r) => r.line.name, show: (r) => el("span", { class: "named" }, swatch(r.line), titleOf(r.line)) }, ...DATA.deltas.map(column)],
+    caption: `Largest ${CUT[state.unit]} by loss`, rows, file: `largest-${CUT[state.unit]}`, first: 2, descending: true,
+    columns: [{ title: "method", text: true, sort: (r) => r.line.name, show: (r) => named(r.line) }, ...DATA.deltas.map(column)],
   });
 }
 
@@ -234,6 +307,10 @@ function startCurves() {
     drawCharts();
   });
   $("points").addEventListener("toggle", drawPoints);
+  for (const unit of Object.keys(THINGS)) {
+    const what = `the chart of ${THINGS[unit]}`;
+    $(`figure-${unit}`).querySelector("figcaption").append(el("span", { class: "minis" }, csvButton(`points-by-${unit}`, () => chartTable(unit), what), anchor(`figure-${unit}`, what)));
+  }
   drawers.push(drawChoice, drawHeadline, drawVertical, drawPublished, drawLegend, drawCharts, drawPoints, drawDelta);
 }
 const PUBLISHED = [...new Set(DATA.paper.map((e) => `${e.network}, ${e.data}`))];

@@ -19,8 +19,8 @@ function drawRuns() {
   const columns = [
     { title: "run", text: true, sort: nameOf, show: (row) => el("button", { type: "button", class: "link", onclick: () => showRows(nameOf(row), [row]) }, nameOf(row)) },
     ...(several ? [{ title: "network", text: true, sort: (r) => value(r, "model"), show: (r) => String(value(r, "model") ?? "–") }] : []),
-    { title: "line", text: true, sort: (row) => value(row, "label"), show: (row) => String(value(row, "label") ?? value(row, "method") ?? "–") },
-    { title: "asked", sort: (row) => value(row, "asked"), show: (row) => (value(row, "asked") === null ? "–" : `${value(row, "asked")} ${value(row, "unit") ?? ""}`) },
+    { title: "method", text: true, sort: (row) => value(row, "label"), show: (row) => String(value(row, "label") ?? value(row, "method") ?? "–") },
+    { title: "asked", sort: (row) => value(row, "asked"), csv: [["asked to keep", (row) => value(row, "asked")], ["of", (row) => value(row, "unit")]], show: (row) => (value(row, "asked") === null ? "–" : `${value(row, "asked")} ${value(row, "unit") ?? ""}`) },
     figure("CR-P", (row) => value(row, "CR-P"), 2),
     figure("CR-F", (row) => value(row, "CR-F"), 2),
     figure("original", score("reference"), 2),
@@ -34,7 +34,7 @@ function drawRuns() {
     columns.splice(1, 0, { title: "status", text: true, sort: said, show: (row) => el("span", { class: value(row, "status") === "failed" ? "failed" : "muted" }, said(row)) });
   }
   const first = failed ? 1 : null; // what failed comes first
-  sortable($("runs-table"), { caption: "Every run", columns, rows, page: 25, first, descending: Boolean(failed) });
+  sortable($("runs-table"), { caption: "Every run", file: "runs", columns, rows, page: 25, first, descending: Boolean(failed) });
 }
 
 let waiting = 0;
@@ -42,8 +42,7 @@ $("find").addEventListener("input", () => {
   clearTimeout(waiting);
   waiting = setTimeout(drawRuns, 120);
 });
-const made = Object.entries(DATA.made).filter(([, v]) => v !== null).map(([k, v]) => `${k} ${v}`);
-$("made").textContent = `This page was made by ${made.join(", ")}.`;
+$("made").textContent = madeBy(DATA.made);
 $("title").textContent = DATA.title;
 if (DATA.panels.length) {
   startCurves();
@@ -52,5 +51,8 @@ if (DATA.panels.length) {
   $("headline").textContent = "No run has finished: there is nothing to compare yet.";
   for (const part of document.querySelectorAll(".controls, #trade-off, #within, #explorer")) part.hidden = true;
 }
+anchors();
+const asked = follow();
 refresh();
 drawRuns();
+asked?.scrollIntoView();

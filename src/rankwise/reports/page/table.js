@@ -1,17 +1,19 @@
-// Tables that can be sorted by every column, and turned over where they are long; and the dialog.
+// Tables that can be sorted by every column, turned over where they are long, and taken away; facts; and the dialog.
 
 /**
- * columns: {title, sort(row) → number, text or null, show(row) → node or text, text: left-aligned, more: small print}.
+ * columns: {title, sort(row) → number, text or null, show(row) → node or text, text: left-aligned,
+ *           csv: [[title, row → value], …] where the file should hold something else than the sorted value}.
  * Empty values are last in both directions.
  */
-function sortable(host, { columns, rows, caption, first = null, descending = false, page = 0 }) {
+function sortable(host, { columns, rows, caption, file, first = null, descending = false, page = 0 }) {
   let [by, down, from] = [first, descending, 0];
   const head = el("tr");
   const body = el("tbody");
   const turn = el("div", { class: "turn" });
   const grid = el("table", {}, el("caption", { class: "unseen" }, caption), el("thead", {}, head), body);
-  const region = el("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption }, grid);
-  host.replaceChildren(region, turn);
+  const fields = columns.flatMap((column) => column.csv ?? [[column.title, column.sort]]);
+  const give = csvButton(file, () => [fields.map(([title]) => title), sorted.map((row) => fields.map(([, get]) => get(row)))], `the table “${caption}”`);
+  host.replaceChildren(scrollable(grid, caption), el("div", { class: "under" }, give, turn));
   let sorted = rows;
 
   function order() {
@@ -64,44 +66,57 @@ function sortable(host, { columns, rows, caption, first = null, descending = fal
   drawBody();
 }
 
-// Provenance: everything that the rows behind a number say about themselves.
-const GROUPS = [
-  ["Scores", ["reference", "compressed", "retrained"]],
-  ["Where it comes from", ["seed", "provenance"]],
-  ["Seconds", ["seconds"]],
-  ["Run", null], // whatever is in no other group
-  ["Settings", ["settings"]],
-];
-const UNSAID = ["format", "kind"];
-function facts(entries) {
-  const lines = entries.flatMap(([key, v]) => [el("dt", {}, key), el("dd", {}, typeof v === "object" ? JSON.stringify(v) : typeof v === "number" ? String(v) : v)]);
-  return el("dl", { class: "facts-list" }, ...lines);
+/** A frame that scrolls sideways where it must; its edges fade, and a line says so, as long as there is more. */
+function scrollable(grid, caption) {
+  const region = el("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption }, grid);
+  const cue = el("p", { class: "cue", "aria-hidden": "true", hidden: true }, "More columns: scroll sideways →");
+  const frame = el("div", { class: "frame" }, region);
+  const look = () => {
+    const rest = region.scrollWidth - region.clientWidth - region.scrollLeft;
+    frame.classList.toggle("more-right", rest > 1);
+    frame.classList.toggle("more-left", region.scrollLeft > 1);
+    cue.hidden = region.scrollWidth - region.clientWidth <= 1;
+  };
+  region.addEventListener("scroll", look, { passive: true });
+  new ResizeObserver(look).observe(region);
+  new ResizeObserver(look).observe(grid);
+  return el("div", {}, frame, cue);
 }
-function rowDetails(row) {
-  const grouped = new Set([...UNSAID, ...GROUPS.flatMap(([, keys]) => keys ?? [])]);
-  const known = DATA.rows.columns.map((c) => [c.k, value(row, ...c.k)]).filter(([, v]) => v !== null);
-  const parts = [];
-  if (value(row, "error") !== null) parts.push(el("p", { class: "failed" }, String(value(row, "error"))));
-  for (const [title, keys] of GROUPS) {
-    const belongs = (key) => (keys ? keys.includes(key) : !grouped.has(key));
-    const long = title === "Scores" || title === "Run";
-    let mine = known.filter(([k]) => belongs(k[0])).map(([k, v]) => [long ? k.join(" · ") : k.at(-1), v]);
-    if (title === "Settings" && mine.length) mine = Object.entries(mine[0][1] ?? {});
-    if (mine.length) parts.push(el("h3", {}, title), facts(mine));
+
+// Keys of rows and plans in words; a key that nobody knows is shown as it is.
+const WORDS = {
+  top1: "top-1 (%)", top5: "top-5 (%)", miou: "mean IoU (%)", n: "images", "CR-P": "parameters removed, CR-P (%)", "CR-F": "multiply-adds removed, CR-F (%)",
+  params: "parameters", macs: "multiply-adds", asked: "asked to keep", unit: "unit of the budget", model: "network", dataset: "data set", label: "shown as",
+  share: "share of the epochs retrained", epochs: "epochs retrained", compress: "to compress", score: "to score", retrain: "to retrain", train: "to train", all: "in all",
+  plan: "file of the plan", spectra: "file of the spectra", weights: "file of the weights", ratio: "compressed ÷ original", measured: "measured on the network itself",
+  error: "error measure", starts: "random starts", never_slower: "never slower", rank_multiple: "ranks are multiples of", retrained: "retrained",
+  before: "before", after: "after", dense: "original", small: "compressed", inputs: "inputs looked at",
+};
+const wordsFor = (key) => (Object.hasOwn(WORDS, key) ? WORDS[key] : key.replace(/_/g, " "));
+/** Any value of a row in words: numbers to four digits, lists with commas. */
+function readable(value) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  if (typeof value === "number") {
+    if (Number.isInteger(value)) return number(value);
+    const size = Math.abs(value);
+    if (size >= 1000) return number(value, 0);
+    return (size < 0.001 ? value.toExponential(2) : String(Number(value.toPrecision(4)))).replace("-", "−");
   }
-  return parts;
+  if (Array.isArray(value)) return value.length ? value.map(readable).join(", ") : "none";
+  if (typeof value === "object") return Object.entries(value).map(([k, v]) => `${wordsFor(k)} ${readable(v)}`).join(", ") || "none";
+  return String(value) || "none";
 }
-const nameOf = (row) => String(value(row, "cell") ?? `row ${row + 1}`);
-function showRows(title, rows) {
+function facts(entries) {
+  return el("dl", { class: "facts-list" }, ...entries.flatMap(([key, v]) => [el("dt", {}, key), el("dd", {}, readable(v))]));
+}
+
+function openDialog(title, ...content) {
   $("dialog-title").textContent = title;
-  const note = rows.length > 1 ? `Mean and sample standard deviation over ${rows.length} runs:` : "One run.";
-  $("dialog-body").replaceChildren(
-    el("p", { class: "note" }, note),
-    ...(rows.length === 1
-      ? rowDetails(rows[0])
-      : rows.map((row) => el("details", {}, el("summary", {}, nameOf(row)), ...rowDetails(row))))
-  );
+  $("dialog-body").replaceChildren(...content);
   $("dialog").showModal();
 }
-$("dialog-close").addEventListener("click", () => $("dialog").close());
-$("dialog").addEventListener("click", (event) => event.target === $("dialog") && $("dialog").close());
+if ($("dialog")) {
+  $("dialog-close").addEventListener("click", () => $("dialog").close());
+  $("dialog").addEventListener("click", (event) => event.target === $("dialog") && $("dialog").close());
+}

@@ -1,0 +1,107 @@
+"""Forward passes that walk side by side: all wait at a layer until every one of them has come there.
+
+So a layer can be changed by what all inputs give it, in a single pass over them, whatever the network does between its
+layers: nothing is traced. What is held is what the passes hold at the present depth. A pass is a thread, and only one
+of them runs at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HERE = threading.local()
+
+
+class _Dropped(BaseException):
+    """The rest of a pass is not needed. No `Exception`, since a network may catch those."""
+
+
+class Track:
+    """One pass that can be halted: `run` calls `wait_at` wherever it may have to wait."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run, self.stop = run, ""
+        self.seen: Tensor | None = None
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self._dropped = False
+        self.ended = False
+        self._thread = threading.Thread(target=self._main, daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        self._go.acquire()
+        _HERE.track = self
+        try:
+            if not self._dropped:
+                with torch.no_grad():
+                    self._run()
+        except _Dropped:
+            pass
+        except BaseException as err:
+            self._error = err
+        self.ended, self.seen = True, None
+        self._run = lambda: None  # lets go of the inputs
+        self._back.release()
+
+    def resume(self, stop: str) -> Tensor | None:
+        """Run on until the layer of this name, and give what is seen there; None if the pass does not come there."""
+        if self.ended:
+            return None
+        self.stop, self.seen = stop, None
+        self._go.release()
+        self._back.acquire()
+        if self._error is not None:
+            raise self._error
+        return self.seen
+
+    def wait(self, seen: Tensor) -> None:
+        self.seen = seen
+        self._back.release()
+        self._go.acquire()
+        if self._dropped:
+            raise _Dropped
+
+    def drop(self) -> None:
+        """End the pass where it is."""
+        if not self.ended:
+            self._dropped = True
+            self._go.release()
+            self._back.acquire()
+        self._thread.join()
+
+
+def wait_at(name: str, seen: Tensor) -> None:
+    """Called inside a pass: wait here if this is where it is to stop."""
+    track: Track | None = getattr(_HERE, "track", None)
+    if track is not None and track.stop == name:
+        track.wait(seen)
+
+
+class Gate(nn.Module):
+    """Stands before a layer of a network: passes wait here, and then go through whatever is behind it by then."""
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        self.name, self.inner = name, inner
+
+    def forward(self, given: Tensor) -> Any:
+        wait_at(self.name, given)
+        return self.inner(given)
+
+
+@contextmanager
+def tracks() -> Iterator[list[Track]]:
+    """A list of passes, all of which are ended afterwards, whatever happens."""
+    found: list[Track] = []
+    try:
+        yield found
+    finally:
+        for track in found:
+            track.drop()

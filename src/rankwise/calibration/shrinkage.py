@@ -1,0 +1,217 @@
+"""How far moments and metrics are drawn towards the identity, chosen by errors on inputs that were not fitted to.
+
+A covariance of few samples in many dimensions has directions in which nothing seems to happen, and factors that are
+fitted to it give them up for free. Drawn towards a multiple of the identity, (1 − s) M + s · mean variance · 1, it does
+not. For each layer s is the candidate with the least error of one half of the inputs on the other, both ways; s = 1 for
+both is the SVD of the weight alone, so fitting is never worse than that on held-out inputs. Candidates are a grid and
+closed forms that count inputs, not patches: d / (d + n), and oracle approximating shrinkage (Chen et al. 2010).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from rankwise.calibration.output_metric import Half, Influence, Shares
+from rankwise.core.layer import Layer, canonical
+from rankwise.core.linalg import Array, eigenvectors, precise, working
+from rankwise.decompositions import Sample, Target
+from rankwise.decompositions.held_out import projection_errors, root_from
+
+INPUTS = (0.01, 0.03, 0.1, 0.3, 0.6, 0.85, 1.0)
+METRICS = (1e-3, 0.03, 0.2, 0.6, 1.0)
+CALM = (0.0, 0.3, 0.7, 1.0)  # towards the moments of single positions
+CLEAR = 0.05  # of a mean logarithm of errors
+FIRST = 1e-3  # share of the metric while that of the inputs is chosen, and of both where there is one half only
+
+
+def drawn(matrix: Tensor, share: float) -> Tensor:
+    """(1 − share) · M + share · mean variance · 1, for each group (G, d, d)."""
+    mean = matrix.diagonal(dim1=1, dim2=2).mean(1)
+    found = (1 - share) * matrix
+    found.diagonal(dim1=1, dim2=2).add_(share * mean[:, None])
+    return found
+
+
+def choose_shares_(layer: Layer, weight: Tensor, one: Influence, least: float) -> Shares | None:
+    """Choose the shares of a layer and leave those for both halves together in `one`; gives those for one half.
+
+    None where there is a single input: nothing is held out, so a closed form has to do.
+    """
+    halves = _halves(one)
+    if halves is None:
+        size = one.seen.mean.shape[-1]
+        one.shares = Shares(max(least, size / (size + one.seen.count)), FIRST, 0.5)
+        return None
+    shares = choose(layer, weight, halves, least)
+    one.shares = shares.doubled()
+    return shares
+
+
+def target_for(layer: Layer, weight: Tensor, one: Influence, least: float) -> Target:
+    """What a layer is fitted to, and the two halves that errors are measured with."""
+    shares, halves = choose_shares_(layer, weight, one, least), _halves(one)
+    if shares is None or halves is None:
+        return target_of_both(layer, weight, one)
+    samples = tuple(
+        Sample(*fitted.drawn(shares), tested.test_moment, tested.test_metric)
+        for fitted, tested in (halves, halves[::-1])
+    )
+    return replace(target_of_both(layer, weight, one), samples=samples)
+
+
+def target_of_both(layer: Layer, weight: Tensor, one: Influence) -> Target:
+    """With the moments of both halves together to fit with."""
+    assert one.shares is not None, "shares are chosen before anything is fitted"
+    moment, metric = _evidence(one, one.both).drawn(one.shares)
+    return Target(layer, weight, moment=moment, metric=metric)
+
+
+@dataclass(frozen=True, eq=False)
+class _Evidence:
+    """Of some inputs: what errors are measured with on them, and the moments of single positions, to draw it towards.
+
+    Both are in the same unit: tr(metric ΔW moment ΔWᵀ) is the effect of ΔW.
+    """
+
+    test_moment: Tensor
+    test_metric: Tensor | None
+    calm_moment: Tensor
+    calm_metric: Tensor | None
+    samples: int
+
+    def mixed(self, share: float) -> tuple[Tensor, Tensor | None]:
+        moment = _towards(self.test_moment, self.calm_moment, share)
+        if self.test_metric is None or self.calm_metric is None:
+            return moment, None
+        return moment, _towards(self.test_metric, self.calm_metric, share)
+
+    def drawn(self, shares: Shares) -> tuple[Tensor, Tensor | None]:
+        """Moment and root of the metric to fit with."""
+        moment, metric = self.mixed(shares.calm)
+        return drawn(moment, shares.moment), None if metric is None else root_of(metric, shares.metric)
+
+
+def _towards(matrix: Tensor, calm: Tensor, share: float) -> Tensor:
+    """(1 − share) · matrix + share · the other one, scaled to the same trace."""
+    whole, other = (m.diagonal(dim1=1, dim2=2).sum() for m in (matrix, calm))
+    if matrix is calm or not float(other) > 0:
+        return matrix
+    return (1 - share) * matrix + share * float(whole / other) * calm
+
+
+def _evidence(one: Influence, half: Half) -> _Evidence:
+    seen = half.seen
+    calm = working(seen.covariance if one.centred else seen.second_moment)
+    if one.is_output:
+        moment = calm * (half.places / one.variance)
+        return _Evidence(moment, None, moment, None, half.samples)
+    metric = working(half.metric).to(calm)
+    if not half.moment.ndim:  # positions as if they were independent
+        return _Evidence(calm, metric, calm, metric, half.samples)
+    size = float(half.outer.diagonal(dim1=1, dim2=2).sum())
+    outer = working(half.outer).to(calm) / (size or 1.0)
+    return _Evidence(working(half.moment), outer, calm, metric, half.gammas)
+
+
+def root_of(metric: Tensor, share: float = FIRST) -> Tensor:
+    """S with SᵀS the metric (G, f, f), drawn towards the identity."""
+    values, vectors = eigenvectors(drawn(metric, share))
+    values, vectors = values.flip(-1), vectors.flip(-1)  # weakest first, so that small numbers are added up first
+    root: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
+    return root
+
+
+def _halves(one: Influence) -> tuple[_Evidence, _Evidence] | None:
+    """Both halves, if both have been seen."""
+    if not all(half.seen.count and half.samples and (half.gammas or one.is_output) for half in one.halves):
+        return None
+    first, second = (_evidence(one, half) for half in one.halves)
+    return first, second
+
+
+def choose(layer: Layer, weight: Tensor, halves: tuple[_Evidence, _Evidence], least: float) -> Shares:
+    """The shares with the least error of one half on the other, both ways, over all useful ranks of one slice."""
+    matrices = precise(canonical(weight.detach(), layer).flatten(2)).to(halves[0].calm_moment)
+    both = (halves, halves[::-1])
+    size, count = halves[0].calm_moment.shape[-1], halves[0].samples
+    closed = (size / (size + count), _oracle(halves[0].calm_moment, count))
+    inputs = sorted({max(least, s) for s in (*INPUTS, *closed)})
+    best, lowest = Shares(1.0, 1.0, 1.0), math.inf
+    for calm in CALM if halves[0].test_moment is not halves[0].calm_moment else (0.0,):
+        sides = [_Side(w, g, fitted, tested, calm) for fitted, tested in both for g, w in enumerate(matrices)]
+        moment = _least(inputs, lambda s, sides=sides: _loss(sides, s, FIRST))
+        metric = FIRST
+        if halves[0].test_metric is not None:
+            metric = _least(METRICS, lambda s, sides=sides, moment=moment: _loss(sides, moment, s))
+        found = _loss(sides, moment, metric)
+        if found < lowest:
+            best, lowest = Shares(moment, metric, calm), found
+    return best
+
+
+def _oracle(moment: Tensor, count: int) -> float:
+    """Oracle approximating shrinkage for `count` samples of a normal distribution, mean over groups."""
+    d = moment.shape[-1]
+    trace, power = moment.diagonal(dim1=1, dim2=2).sum(1), moment.flatten(1).square().sum(1)
+    top = (1 - 2 / d) * power + trace.square()
+    bottom = (count + 1 - 2 / d) * (power - trace.square() / d)
+    return float((top / bottom.clamp_min(1e-300)).clamp(0.01, 1).mean())
+
+
+def _least(candidates: Iterable[float], loss: Callable[[float], float]) -> float:
+    """The best of rising candidates; those behind a clear rise are not tried."""
+    best, lowest = 1.0, math.inf
+    for candidate in candidates:
+        found = loss(candidate)
+        if found < lowest:
+            best, lowest = candidate, found
+        elif found > lowest + CLEAR:
+            break
+    return best
+
+
+class _Side:
+    """One group, fitted on one half and measured on the other, on the smaller side of its matrix (f, d)."""
+
+    def __init__(self, weight: Tensor, group: int, fitted: _Evidence, tested: _Evidence, calm: float) -> None:
+        self.shape = weight.shape
+        self.tall = len(weight) > weight.shape[1]
+        moments, metrics = fitted.mixed(calm)
+        moment, test = moments[group], tested.test_moment[group]
+        metric, test_metric = (None if m is None else m[group] for m in (metrics, tested.test_metric))
+        self.mean = float(moment.diagonal().mean())
+        self.weigh = 1.0 if metric is None else float(metric.diagonal().mean())
+        self.plain = weight.t() @ weight if self.tall else weight @ weight.t()
+        if self.tall:
+            self.outer, self.outer_test = moment, test
+            self.inner = self.plain if metric is None else weight.t() @ metric @ weight
+            self.inner_test = self.plain if test_metric is None else weight.t() @ test_metric @ weight
+        else:
+            self.outer, self.outer_test = metric, test_metric
+            self.inner, self.inner_test = weight @ moment @ weight.t(), weight @ test @ weight.t()
+        self.parts = None if self.outer is None else eigenvectors(self.outer)
+
+    def errors(self, moment: float, metric: float) -> Array:
+        """By rank. Drawing a matrix towards the identity changes its eigenvalues and not its eigenvectors."""
+        inside, outside = (metric, moment) if self.tall else (moment, metric)
+        level, height = (self.weigh, self.mean) if self.tall else (self.mean, self.weigh)
+        inner = (1 - inside) * self.inner + inside * level * self.plain
+        root = None
+        if self.parts is not None:
+            values, vectors = self.parts
+            root = root_from((1 - outside) * values + outside * height, vectors)
+        return projection_errors(root, inner, self.outer_test, self.inner_test)
+
+
+def _loss(sides: list[_Side], moment: float, metric: float) -> float:
+    """Mean over the ranks at which a pair is smaller than the matrix of log errors: every size of pair counts alike."""
+    curves = np.sum([side.errors(moment, metric) for side in sides], axis=0)
+    rows, columns = sides[0].shape
+    most = max(2, 1 + rows * columns // (rows + columns))
+    relative = np.maximum(curves[1:most], 1e-9 * max(curves[0], 1e-300)) / max(curves[0], 1e-300)
+    return float(np.log(relative).mean()) if len(relative) else 0.0
