@@ -16,6 +16,7 @@ import rankwise as rw
 from rankwise.core import files
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Plan
+from rankwise.reports.tables import tables
 from rankwise.studies.study_file import read_study
 from rankwise.training import results, resume
 from sentences import check_sentence
@@ -89,6 +90,12 @@ def test_rows_that_could_not_be_drawn_are_refused(change: dict[str, object], tmp
     row = json.loads(fuzz.corpus("row")[0])
     (tmp_path / "a.json").write_text(json.dumps(row | change))
     check_sentence(lambda: results.read_rows(tmp_path))
+
+
+def test_rounds_without_a_score_have_no_table(tmp_path: Path) -> None:
+    row = json.loads(fuzz.corpus("row")[0]) | {"mode": "iterate", "round": 1, "reference": {"top5": None}}
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert tables(results.read_rows(tmp_path), (1.0,), False) == []
 
 
 def test_a_row_without_a_unit_is_in_params(tmp_path: Path) -> None:

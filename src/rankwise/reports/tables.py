@@ -27,7 +27,7 @@ def tables(rows: Iterable[Row], deltas: Sequence[float] = DELTAS, paper: bool = 
         shots = [row for row in mine if row["mode"] != "iterate"]
         for unit in dict.fromkeys(row["unit"] for row in shots):
             found += _shots([row for row in shots if row["unit"] == unit], deltas, known)
-        if any(row["status"] == "done" for row in rounds):
+        if any(row["status"] == "done" for row in rounds) and curves(rounds):  # rows without a score have no curve
             found.append(_rounds(rounds, known))
     if failed:
         body = tuple((row["cell"], row["error"]) for row in failed)
