@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,16 @@ def _outcome(folder: Path) -> object:
 def _compress(folder: Path) -> list[str]:
     weights = str(folder / "trained" / "model.safetensors")
     how = ["--keep", "0.4", "--method", "svd", "--input", "1,1,8,8", "--weights"]
-    return ["compress", "digits-cnn", *how, weights, "--out", str(folder / "out")]
+    over = ["--force"] if knows("compress", "--force") else []
+    return ["compress", "digits-cnn", *how, weights, "--out", str(folder / "out"), *over]
+
+
+@cache
+def knows(command: str, flag: str) -> bool:
+    said = io.StringIO()
+    with redirect_stdout(said):
+        main([command, "--help"])
+    return flag in said.getvalue()
 
 
 def _train(folder: Path) -> list[str]:
