@@ -1,6 +1,6 @@
 """CPU seconds of `auto` from a model to the finished network, beside another checkout, in turns in one run.
 
-    python benchmarks/speed_of_auto.py --other FOLDER [--data CIFAR] [--networks DIR --images IMAGENET] [--only NAME ...]
+    python benchmarks/speed_of_auto.py --other FOLDER [--data CIFAR] [--networks DIR --images IMAGENET] [--only NAME]
 
 FOLDER is a checkout of another commit (git worktree add). One thread; each run is a process of its own, so that imports
 and caches are alike. `second` are the CPU seconds of another budget on the same job.
@@ -68,9 +68,8 @@ def main() -> None:
         if args.only and not any(name.startswith(one) for one in args.only):
             continue
         ours, theirs = (run(folder, name, *map(str, case)) for folder in (HERE, args.other.resolve()))
-        say(
-            f"| {name} | {ours[0]:.1f} | {theirs[0]:.1f} | {ours[0] / theirs[0]:.3f} | {ours[1]:.1f} | {theirs[1]:.1f} |"
-        )
+        first, second = (f"{one:.1f} | {other:.1f}" for one, other in zip(ours, theirs, strict=True))
+        say(f"| {name} | {first} | {ours[0] / theirs[0]:.3f} | {second} |")
 
 
 def run(folder: Path, *arguments: str) -> list[float]:

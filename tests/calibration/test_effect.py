@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.__main__ import main
-from rankwise.calibration import effect_table, fit, output_metric, synthetic
+from rankwise.calibration import effect_table, fit, in_order, output_metric, synthetic
 from rankwise.calibration.inputs import CALIBRATION, MOST_ASIDE, Inputs
 from rankwise.calibration.lockstep import Gate
 from rankwise.calibration.output_metric import influences
@@ -737,13 +737,13 @@ def test_layers_are_fitted_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(Backwards)
     x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
     order: list[str] = []
-    real = fit._Crowd.gather
+    real = in_order.Crowd.gather
 
     def watched(crowd: Any, layer: Any) -> Any:
         order.append(layer.name)
         return real(crowd, layer)
 
-    monkeypatch.setattr(fit._Crowd, "gather", watched)
+    monkeypatch.setattr(in_order.Crowd, "gather", watched)
     small, plan = rw.compress(model, x[:1], keep=0.5, data=[x])
     assert {c.name for c in plan.choices} == {"first", "second", "third"}
     assert order == ["first", "second", "third"]
@@ -776,8 +776,8 @@ def test_all_layers_are_fitted_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("held", [0, 1 << 12, 1 << 30])
 def test_passes_that_cannot_all_be_held_join_later_or_are_dropped(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However little may be held, every layer is fitted, and no thread is left behind."""
-    monkeypatch.setattr(fit, "HELD", held)
-    monkeypatch.setattr(fit, "PIECE", 1 << 8)
+    monkeypatch.setattr(in_order, "HELD", held)
+    monkeypatch.setattr(in_order, "PIECE", 1 << 8)
     model, x = mixed(), random_images(40)
     before = threading.active_count()
     small, plan = rw.compress(model, x[:1], keep=0.5, data=[x])
@@ -796,7 +796,7 @@ def test_a_network_that_fails_in_the_middle_of_a_fit_leaves_no_thread(monkeypatc
     def broken(*_: Any) -> Any:
         raise LinAlgError("no")
 
-    monkeypatch.setattr(fit, "_wanted", broken)
+    monkeypatch.setattr(fit, "wanted_target", broken)
     assert job.build(plan)[1].warnings
     assert threading.active_count() == before
 

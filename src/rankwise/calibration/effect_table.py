@@ -35,12 +35,15 @@ def effect_table(
     weights = module_weights(model, coverage)
     for layer in coverage.layers:
         check_finite(weights[layer.name], layer.name)
-    found = influences(model, inputs, list(coverage.layers), LARGEST, settings.seed, inputs.means)
+    able = [la for la in coverage.layers if la.group_filters > 1 or la.groups == 1]  # a depthwise filter is no matrix
+    found = influences(model, inputs, able, LARGEST, settings.seed, inputs.means)
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
     table.decompositions = settings.decompositions
     for done, layer in enumerate(coverage.layers):
         if progress:
             progress(layer.name, done, len(coverage.layers))
+        if layer.name not in found:
+            continue
         one, weight = found[layer.name], weights[layer.name]
         if one.whole and one.seen.count:
             target = target_for(layer, weight, one, inputs.least)
