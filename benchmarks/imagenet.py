@@ -1,13 +1,14 @@
 """`auto` on ImageNet classifiers: what a plan states, and what happens.
 
     python benchmarks/imagenet.py NETWORK --networks DIR --data FOLDER [--images N ...] [--budget UNIT=KEEP ...]
-        [--recover STEPS]
+        [--recover STEPS] [--threads N]
 
 NETWORK is resnet50 or lite0, DIR holds its weights (resnet50-v1.safetensors with resnet50_v1.py, or
 efficientnet-lite0.safetensors), FOLDER holds {train,test}.parquet of ImageNet images at 224×224 (columns img, label).
-Calibration is on N training images without labels; with 0, on none. Nothing is chosen by looking at the test images. Each row is one job from the model to
-the finished network: change in top-1 with its paired 95 % interval, the change of the outputs that the plan states and
-those that were measured (on held-out calibration images, and on the test images), CPU seconds and peak memory.
+Calibration is on N training images without labels; with 0, on none. Nothing is chosen by looking at the test images.
+Each row is one job from the model to the finished network: change in top-1 with its paired 95 % interval, the change of
+the outputs that the plan states and those that were measured (on held-out calibration images, and on the test images),
+CPU seconds and peak memory.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from rankwise.cli.commands import COMMANDS, app_for
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 MODULES = [m.name for m in pkgutil.walk_packages(rankwise.__path__, "rankwise.") if not m.name.endswith("__main__")]
-PROSE = [page for page in PAGES if page.name != "auto.md"]  # which has a table of nine budgets
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WIDEST, COLUMNS, SCREENS = 105, 8, 100
 DIALECT = ("dreams", "at their word", "lie so", "so often after so many", "nobody knows what")
@@ -104,7 +103,7 @@ def test_python_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
             exec(compile(text, page.name, "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("page", PROSE, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_prose_is_easy_to_read(page: Path) -> None:
     """Lines of about 100 characters, tables of at most eight columns, and the words of the field."""
     lines = FENCE.sub("", page.read_text()).splitlines()
