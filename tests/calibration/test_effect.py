@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.__main__ import main
-from rankwise.calibration import effect_table, fit, in_order, output_metric, synthetic
+from rankwise.calibration import effect_table, fit, in_order, inputs, output_metric, synthetic
 from rankwise.calibration.inputs import CALIBRATION, MOST_ASIDE, Inputs
 from rankwise.calibration.lockstep import Gate
 from rankwise.calibration.output_metric import influences
@@ -157,6 +157,7 @@ def test_moments_of_gammas_are_those_of_exact_weight_gradients(monkeypatch: pyte
     """E over v of Γ Γᵀ and Γᵀ Γ is a sum over outputs of their exact gradients with respect to the weight."""
     monkeypatch.setattr(output_metric, "DRAWS", 400)
     monkeypatch.setattr(output_metric, "INPUTS", 10**6)
+    monkeypatch.setattr(inputs, "FEWEST", 10**6)  # none is set aside
     model = tailed()
     clean = copy.deepcopy(model)
     clean[3] = nn.ReLU()
@@ -203,6 +204,7 @@ def test_the_metric_is_that_of_the_exact_jacobian(monkeypatch: pytest.MonkeyPatc
     """For a network with a ReLU and a grouped convolution; v is drawn, so only up to the noise of the draws."""
     monkeypatch.setattr(output_metric, "DRAWS", 400)
     monkeypatch.setattr(output_metric, "INPUTS", 10**6)
+    monkeypatch.setattr(inputs, "FEWEST", 10**6)  # none is set aside
     model = tailed()
     x = torch.randn(12, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = influence_of(model, list(torch.split(x, 5)), x)

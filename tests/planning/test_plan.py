@@ -186,6 +186,8 @@ FOUND = {  # as it was written before it had a type, every key in its place
     },
     "inputs": "calibration",
     "variance": 2.5,
+    "expected": 0.25,
+    "measured": 0.5,
     "draws": 64.0,
     "groups": [{"layers": ["0", "2"], "channels": 8, "kept": 4}],
     "whole": [{"layers": [], "channels": 12, "reason": "its filters are what the network gives out"}],

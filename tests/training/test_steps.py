@@ -205,7 +205,10 @@ class TestIterate:
             pairs = [m for m in small.modules() if mark_of(m) is not None]
             assert len(pairs) == len(plan.choices)
             for pair in pairs:
-                assert [mark_of(inner) for inner in pair.modules() if inner is not pair] == [None, None]
+                assert [mark_of(inner) for inner in pair.modules() if inner is not pair] in (
+                    [None] * 2,
+                    [None] * 3,
+                )  # with a core
         assert rows[-1]["keep"]["params"] <= 0.8**3
         assert rows[-1]["retrained"]["top1"] > 90
 

@@ -42,6 +42,8 @@ def keep_if_better_(
 
 def judged(small: nn.Module, model: nn.Module, plan: Plan, inputs: Inputs, variance: float, recovered: bool) -> Plan:
     """The plan with what was measured on the last inputs, which nothing has seen, and a warning if it is far off."""
+    if plan.inputs is None:  # made from the weights alone after all
+        return plan
     if not len(inputs.last) or not variance > 0:
         few = f"{sum(map(len, inputs.halves))} calibration inputs are too few to hold some out"
         return plan.warned(f"{few}: the predicted change of the outputs was not measured") if inputs.real else plan
