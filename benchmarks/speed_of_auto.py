@@ -20,6 +20,7 @@ from common import SHARED, machine, say
 HERE = Path(__file__).resolve().parents[1]
 JOB = """
 import io, json, sys, time
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 torch.set_num_threads(1)
@@ -27,13 +28,13 @@ from PIL import Image
 import rankwise as rw
 from rankwise.compression import Compression, Request
 from rankwise.models import networks
-from torchvision.transforms.functional import pil_to_tensor
 name, parquet, count, spec, weights = sys.argv[1:]
 model = networks.build(spec)
 networks.load_weights_(model, weights)
 model.eval()
 rows = pq.read_table(parquet).slice(0, int(count)).to_pydict()
-images = torch.stack([pil_to_tensor(Image.open(io.BytesIO(r["bytes"])).convert("RGB")) for r in rows["img"]])
+found = [np.array(Image.open(io.BytesIO(r["bytes"])).convert("RGB")) for r in rows["img"]]
+images = torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)
 data = list(((images.float() / 255 - 0.45) / 0.25).split(128))
 times = []
 start = time.process_time()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from rankwise.surgery.narrow import narrowed
 from rankwise.surgery.pairs import decision_of
 from rankwise.surgery.replace import copy_model, need_module, replace_layers_
 
-_TRIES = 5
+_TRIES = 100  # half a second
 PLAN, WEIGHTS = "plan.json", "model.safetensors"
 
 
@@ -154,15 +155,32 @@ def _waiting_plan(folder: Path) -> tuple[Plan, bytes] | None:
 def _read_both(folder: Path) -> tuple[Plan, dict[str, Tensor], dict[str, Any]]:
     """Plan, tensors and header that belong together. Again, in case somebody saves at the same moment."""
     read_plan(folder)  # says what is wrong with the folder
-    for _ in range(_TRIES):
+    for number in range(_TRIES):
+        time.sleep(0.005 * min(number, 1))
         plan, text = _plan_and_text(folder)
-        tensors, header = _read(folder / WEIGHTS)
-        if _belong(plan, text, header):
+        before = _stamp(folder / WEIGHTS)
+        try:
+            tensors, header = _read(folder / WEIGHTS)
+        except RankwiseError:
+            if before == _stamp(folder / WEIGHTS):
+                raise
+            continue
+        # safetensors opens a file twice, by its name: header and numbers may be those of two files.
+        if before == _stamp(folder / WEIGHTS) and _belong(plan, text, header):
             return plan, tensors, header
     raise RankwiseError(
         f"{folder / WEIGHTS} and plan.json beside it do not belong together: one of them was changed; "
         "save the model again"
     )
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Changes whenever another file is put in place."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _belong(plan: Plan, text: bytes, header: dict[str, Any]) -> bool:
@@ -224,7 +242,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
-    except (SafetensorError, OSError, ValueError) as err:
+    except (SafetensorError, OSError, ValueError, RuntimeError) as err:
         raise RankwiseError(f"{path} is damaged or cut short ({err}): restore it or save the model again") from None
 
 
