@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.calibration.inputs import CALIBRATION, FEWEST, Inputs, samples_in
 from rankwise.calibration.output_metric import influences
-from rankwise.calibration.shrinkage import choose_shares_, drawn, root_of, target_for, target_of_both
+from rankwise.calibration.shrinkage import choose_shares_, target_for, target_of_both
 from rankwise.core.layer import Layer, canonical
 from rankwise.core.option import Option
 from rankwise.decompositions import Sample, Target, of
 from rankwise.decompositions.held_out import leading, plain_errors, trailing
-from rankwise.decompositions.whitened import measured_errors
+from rankwise.decompositions.whitened import measured_errors, root_of, shrunk
 from rankwise.decompositions.whitened_tucker import sample_errors
 
 
@@ -35,8 +35,8 @@ def samples_for(layer: Layer) -> tuple[Sample, Sample]:
     one, other = (spd(d, seed, groups) for seed in (1, 2))
     metrics = [spd(f, seed, groups) for seed in (3, 4)]
     return (
-        Sample(drawn(one, 0.1), root_of(metrics[0], 0.2), other, metrics[1]),
-        Sample(drawn(other, 0.1), root_of(metrics[1], 0.2), one, metrics[0]),
+        Sample(shrunk(one, 0.1), root_of(metrics[0], 0.2), other, metrics[1]),
+        Sample(shrunk(other, 0.1), root_of(metrics[1], 0.2), one, metrics[0]),
     )
 
 

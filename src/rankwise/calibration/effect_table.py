@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor, nn
 
+from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
-from rankwise.calibration.output_metric import Influence, influences
+from rankwise.calibration.output_metric import influences
 from rankwise.calibration.shrinkage import target_for
 from rankwise.core.fold import all_folds
 from rankwise.core.layer import Coverage, Layer

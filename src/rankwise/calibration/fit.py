@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.calibration.answers import change_of
 from rankwise.calibration.in_order import Crowd, Means, through, wanted_target
+from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
 from rankwise.calibration.lockstep import Gate, tracks, wait_at
-from rankwise.calibration.output_metric import Influence, change_of
 from rankwise.calibration.shrinkage import choose_shares_, target_of_both
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import precise

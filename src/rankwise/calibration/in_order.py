@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.calibration.activations import patch_size, patches_at, pooled_patches, spots_of
+from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs, Portion
 from rankwise.calibration.lockstep import Track
-from rankwise.calibration.output_metric import Influence, Shares
-from rankwise.calibration.shrinkage import drawn, target_of_both
+from rankwise.calibration.shrinkage import target_of_both
 from rankwise.core.layer import Layer, canonical, stored
 from rankwise.core.linalg import precise
 from rankwise.core.moments import square
 from rankwise.decompositions import Target
+from rankwise.decompositions.whitened import shrunk
 from rankwise.surgery.forward import run_example
 
 HELD = 1 << 30  # bytes of activations that passes may hold at a layer
@@ -193,9 +194,10 @@ def wanted_target(
     offset = None if layer.transposed else precise(bias).expand(layer.filters).reshape(layer.groups, -1)
     halves = [sums.blended(half, both.alike, both.places, one.centred, offset) for half in (0, 1)]
     full = target_of_both(layer, weight, one)
-    shares = one.shares or Shares(0.1, 1e-3)
+    shares = one.shares
+    assert shares is not None, "shares are chosen before anything is fitted"
     if layer.transposed:
-        return replace(full, moment=drawn((halves[0].square + halves[1].square) / 2, shares.moment)), None
+        return replace(full, moment=shrunk((halves[0].square + halves[1].square) / 2, shares.moment)), None
     means = None
     if one.centred:
         means = Means((halves[0].inputs, halves[1].inputs), (halves[0].outputs.flatten(), halves[1].outputs.flatten()))
@@ -210,7 +212,7 @@ def wanted_target(
 
 def _solved(moment: Tensor, cross: Tensor, plain: Tensor, share: float) -> Tensor:
     """W* (G, f/G, d), drawn towards W as the moment is towards the identity."""
-    whole = drawn(moment, max(share, 1e-4))
+    whole = shrunk(moment, max(share, 1e-4))
     wanted = (1 - share) * cross + plain @ (whole - (1 - share) * moment)
     solved: Tensor = torch.linalg.solve(whole, wanted.transpose(1, 2)).transpose(1, 2)
     return solved

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from rankwise.calibration.answers import change_of
+from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
-from rankwise.calibration.output_metric import Influence, change_of
 from rankwise.planning.plan import Plan
 
 OFF = 2.0  # a prediction is off if it is by this factor

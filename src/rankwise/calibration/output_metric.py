@@ -25,16 +25,17 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.calibration.activations import check_finite, check_some, patch_size, patches, patches_at, spots_of
+from rankwise.calibration.answers import Spread, add_answers, variance_of
+from rankwise.calibration.influence import Half, Influence
 from rankwise.calibration.inputs import CALIBRATION, Inputs, Portion
 from rankwise.core.layer import Layer
-from rankwise.core.moments import Moments, square
+from rankwise.core.moments import square
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import Batches, Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.fuse import followers
@@ -47,94 +48,6 @@ UNFOLDED = 1 << 24  # entries of patches at a time
 GRADIENTS = 256  # inputs that gradients are taken of
 INPUTS, PATCHES = 64, 1 << 24  # inputs, or entries of patches, that Γ of a layer is taken of, in each half
 DRAWS = 1
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How far moments of Γ are drawn towards those of single positions, and then both factors towards the identity."""
-
-    moment: float
-    metric: float
-    calm: float = 0.0
-
-    def doubled(self) -> Shares:
-        """For twice as many inputs: s = d / (d + n) becomes d / (d + 2 n)."""
-        return Shares(*(share / (2 - share) for share in (self.moment, self.metric, self.calm)))
-
-    def halved(self) -> Shares:
-        return Shares(*(2 * share / (1 + share) for share in (self.moment, self.metric, self.calm)))
-
-
-@dataclass
-class Half:
-    """What one half of the inputs says of a layer.
-
-    `seen` are moments of its patches, `metric` Σ_p g_p g_pᵀ (G, f/G, f/G), mean over inputs: positions one by one.
-    `moment` (G, d, d) and `outer` (G, f/G, f/G) are E[ΓᵀΓ] and E[ΓΓᵀ]. `samples` and `gammas` are the inputs that were
-    seen, and those that Γ was taken of; `places` is how often the layer is applied to an input.
-    """
-
-    seen: Moments = field(default_factory=Moments)
-    metric: Tensor = field(default_factory=lambda: torch.zeros(()))
-    moment: Tensor = field(default_factory=lambda: torch.zeros(()))
-    outer: Tensor = field(default_factory=lambda: torch.zeros(()))
-    samples: int = 0
-    gammas: int = 0
-    places: float = 1.0
-    pulls: tuple[float, float] = (0.0, 0.0)  # Σ over inputs of ‖Σ_p g_p‖² and of Σ_p ‖g_p‖²
-
-    @property
-    def alike(self) -> float:
-        """How far gradients at different positions of an input agree: mean of g_p · g_q relative to that of ‖g_p‖²."""
-        whole, single = self.pulls
-        if not single > 0 or not self.places > 1:
-            return 0.0
-        return min(1.0, max(0.0, (whole / single - 1) / (self.places - 1)))
-
-    def divided(self, by: float) -> None:
-        self.metric, self.moment, self.outer = self.metric / by, self.moment / by, self.outer / by
-
-
-@dataclass
-class Influence:
-    """What the inputs say of a layer, in two halves; `seen` is of both together.
-
-    Moments are relative to the `variance` of the network's outputs, which is the same for all layers. Where a patch has
-    too many entries for a covariance, `seen` is of single entries and `whole` is False. `centred` is whether the mean
-    of an error can be made up for, so that only what varies is lost: by the layer's bias, or without one by the running
-    mean of the batch norm `norm` that follows. Outputs of a transposed convolution differ in how many inputs they see:
-    one bias would not do. `is_output` is whether the layer's outputs are those of the network.
-    """
-
-    halves: tuple[Half, Half]
-    whole: bool = True
-    variance: float = 0.0
-    centred: bool = False
-    norm: str = ""
-    is_output: bool = False
-    shares: Shares | None = None  # of both halves together, once they are chosen (shrinkage.py)
-
-    @property
-    def seen(self) -> Moments:
-        return self.halves[0].seen.merged(self.halves[1].seen)
-
-    @property
-    def samples(self) -> int:
-        return sum(half.samples for half in self.halves)
-
-    @property
-    def both(self) -> Half:
-        """The halves together."""
-        parts = [half for half in self.halves if half.gammas]
-        total = max(1, sum(half.gammas for half in parts))
-        sums: list[Tensor] = [
-            sum((getattr(half, name) * (half.gammas / total) for half in parts), start=torch.zeros(()))
-            for name in ("metric", "moment", "outer")
-        ]
-        pulls = [sum(half.pulls[i] for half in self.halves) for i in (0, 1)]
-        metric, moment, outer = sums
-        places = self.halves[0].places
-        return Half(self.seen, metric, moment, outer, self.samples, total, places, (pulls[0], pulls[1]))
 
 
 def influences(
@@ -263,24 +176,23 @@ class _Walk:
         half.places = sum(share * g.shape[2] for _, g, share in pairs)
         if one.is_output:
             return
+        single = 0.0
         for _, gradient, share in pairs:
             flat = gradient.flatten(1, 2)
             half.metric = half.metric.to(flat) + share * square(flat)
+            single += share * float(flat.square().sum())
         if layer.transposed or not one.whole:
             return
-        given, gradient, share = pairs[0]
-        if len(pairs) > 1:  # over all calls of the layer
-            given = torch.cat([pair[0] for pair in pairs], dim=2)
-            gradient = torch.cat([pair[1] for pair in pairs], dim=2)
-        sums = float(gradient.sum(2).square().sum()), float(gradient.square().sum())
-        half.pulls = half.pulls[0] + share**2 * sums[0], half.pulls[1] + share * sums[1]
+        given = pairs[0][0] if len(pairs) == 1 else torch.cat([pair[0] for pair in pairs], dim=2)
+        gradient = torch.cat([share * g for _, g, share in pairs], dim=2)  # each stands for `share` positions
+        half.pulls = half.pulls[0] + float(gradient.sum(2).square().sum()), half.pulls[1] + single
         if one.centred:
             given = given - given.mean(dim=(1, 2), keepdim=True)
         step = max(1, UNFOLDED // max(1, given[:, 0].numel() + gradient[:, 0].numel()))
         for i in range(0, given.shape[1], step):
             moment, outer = _gammas(given[:, i : i + step], gradient[:, i : i + step])
-            half.moment = half.moment.to(moment) + share**2 * moment
-            half.outer = half.outer.to(outer) + share**2 * outer
+            half.moment = half.moment.to(moment) + moment
+            half.outer = half.outer.to(outer) + outer
 
 
 def _by_input(
@@ -340,57 +252,3 @@ def _find_means(model: nn.Module, batch: Example, layers: list[Layer], found: di
         one = found[layer.name]
         one.norm = "" if layer.bias else norms.get(layer.name, "")
         one.centred = bool(one.norm) or (layer.bias and not layer.transposed)
-
-
-@dataclass
-class Spread:
-    """Mean and variance of every entry of an answer, over inputs."""
-
-    count: int = 0
-    mean: Tensor = field(default_factory=lambda: torch.zeros(()))
-    scatter: Tensor = field(default_factory=lambda: torch.zeros(()))
-
-    def add(self, rows: Tensor) -> None:
-        rows = rows.detach()
-        rows = rows if rows.dtype == torch.float64 else rows.float()
-        mean = rows.mean(0).double()
-        scatter = (rows - mean.to(rows)).square().sum(0).double()
-        shift, total = mean - self.mean, self.count + len(rows)
-        self.scatter = self.scatter + scatter + shift.square() * (self.count * len(rows) / total)
-        self.mean, self.count = self.mean + shift * (len(rows) / total), total
-
-
-def add_answers(answers: dict[int, Spread], answer: list[Tensor]) -> None:
-    """What the network says, entry by entry. Outputs of another size, as larger images may give, are other entries."""
-    flat = flat_answer(answer)
-    if flat is not None:
-        answers.setdefault(flat.shape[1], Spread()).add(flat)
-
-
-def flat_answer(answer: list[Tensor]) -> Tensor | None:
-    """(inputs, entries): all outputs that have as many rows as the first one that is no single number."""
-    answer = [t.detach() for t in answer if t.ndim and t.is_floating_point()]
-    if not answer:
-        return None
-    parts = [t.reshape(len(answer[0]), -1) for t in answer if len(t) == len(answer[0])]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def variance_of(answers: dict[int, Spread]) -> float:
-    """Of an input's outputs, summed over their entries; of their squares where they never vary."""
-    count = max(1, sum(one.count for one in answers.values()))
-    varied = sum(float(one.scatter.sum()) for one in answers.values()) / count
-    energy = sum(one.count * float(one.mean.square().sum()) for one in answers.values()) / count
-    return max(varied, 1e-12 * energy, 1e-300)
-
-
-def change_of(model: nn.Module, small: nn.Module, inputs: Portion, variance: float) -> float:
-    """E ‖out − out°‖² relative to the variance of the outputs: what `effect` predicts."""
-    lost, count = 0.0, 0
-    with undisturbed(model), undisturbed(small):
-        for batch in inputs:
-            wanted, given = (flat_answer(tensors_of(run_example(net, batch))) for net in (model, small))
-            if wanted is not None and given is not None:
-                lost += float((given.double() - wanted.to(given.device).double()).square().sum())
-                count += len(wanted)
-    return lost / max(1, count) / variance

@@ -18,25 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.calibration.output_metric import Half, Influence, Shares
+from rankwise.calibration.influence import Half, Influence, Shares
 from rankwise.core.layer import Layer, canonical
 from rankwise.core.linalg import Array, eigenvectors, precise, working
 from rankwise.decompositions import Sample, Target
 from rankwise.decompositions.held_out import projection_errors, root_from
+from rankwise.decompositions.whitened import root_of, share_for, shrunk
 
 INPUTS = (0.01, 0.03, 0.1, 0.3, 0.6, 0.85, 1.0)
 METRICS = (1e-3, 0.03, 0.2, 0.6, 1.0)
 CALM = (0.0, 0.3, 0.7, 1.0)  # towards the moments of single positions
 CLEAR = 0.05  # of a mean logarithm of errors
 FIRST = 1e-3  # share of the metric while that of the inputs is chosen, and of both where there is one half only
-
-
-def drawn(matrix: Tensor, share: float) -> Tensor:
-    """(1 − share) · M + share · mean variance · 1, for each group (G, d, d)."""
-    mean = matrix.diagonal(dim1=1, dim2=2).mean(1)
-    found = (1 - share) * matrix
-    found.diagonal(dim1=1, dim2=2).add_(share * mean[:, None])
-    return found
 
 
 def choose_shares_(layer: Layer, weight: Tensor, one: Influence, least: float) -> Shares | None:
@@ -47,7 +40,7 @@ def choose_shares_(layer: Layer, weight: Tensor, one: Influence, least: float) -
     halves = _halves(one)
     if halves is None:
         size = one.seen.mean.shape[-1]
-        one.shares = Shares(max(least, size / (size + one.seen.count)), FIRST, 0.5)
+        one.shares = Shares(max(least, share_for(one.seen.count, size)), FIRST, 0.5)
         return None
     shares = choose(layer, weight, halves, least)
     one.shares = shares.doubled()
@@ -106,7 +99,7 @@ class _Evidence:
     def drawn(self, shares: Shares) -> tuple[Tensor, Tensor | None]:
         """Moment and root of the metric to fit with."""
         moment, metric = self.mixed(shares.calm)
-        return drawn(moment, shares.moment), None if metric is None else root_of(metric, shares.metric)
+        return shrunk(moment, shares.moment), None if metric is None else root_of(metric, shares.metric)
 
 
 def _towards(matrix: Tensor, calm: Tensor, share: float) -> Tensor:
@@ -131,14 +124,6 @@ def _evidence(one: Influence, half: Half) -> _Evidence:
     return _Evidence(working(half.moment), outer, calm, metric, half.gammas)
 
 
-def root_of(metric: Tensor, share: float = FIRST) -> Tensor:
-    """S with SᵀS the metric (G, f, f), drawn towards the identity."""
-    values, vectors = eigenvectors(drawn(metric, share))
-    values, vectors = values.flip(-1), vectors.flip(-1)  # weakest first, so that small numbers are added up first
-    root: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
-    return root
-
-
 def _halves(one: Influence) -> tuple[_Evidence, _Evidence] | None:
     """Both halves, if both have been seen."""
     if not all(half.seen.count and half.samples and (half.gammas or one.is_output) for half in one.halves):
@@ -156,7 +141,7 @@ def choose(layer: Layer, weight: Tensor, halves: tuple[_Evidence, _Evidence], le
         halves = halves[0].spread(taps), halves[1].spread(taps)
     both = (halves, halves[::-1])
     size, count = halves[0].calm_moment.shape[-1], halves[0].samples
-    closed = (size / (size + count), _oracle(halves[0].calm_moment, count))
+    closed = (share_for(count, size), _oracle(halves[0].calm_moment, count))
     inputs = sorted({max(least, s) for s in (*INPUTS, *closed)})
     best, lowest = Shares(1.0, 1.0, 1.0), math.inf
     for calm in CALM if halves[0].test_moment is not halves[0].calm_moment else (0.0,):

@@ -124,7 +124,7 @@ def compressed(job: Compression, asked: Budget | None, limit: Limit | None, want
         if wanted.dry_run and test is not None and can_forecast(plan, job.seen(plan)):
             return Finished(plan, expected=forecast(job.model, plan, job.seen(plan), test).to_json())
         small, plan = job.build(plan)
-        job.recover_(small, plan)
+        plan = job.recover_(small, plan)
         small, plan = job.finish(small, plan)
     else:
         small, plan, trials = _within(job, limit)

@@ -15,8 +15,8 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise.calibration import effect_table
 from rankwise.calibration.activations import Data
+from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs, find_inputs
-from rankwise.calibration.output_metric import Influence
 from rankwise.calibration.synthetic import NoInputs
 from rankwise.core.layer import Coverage
 from rankwise.core.moments import Moments

@@ -52,7 +52,7 @@ class Compression:
         job = Compression(model, example, Request(method="auto"), data)
         plan = job.plan(Budget(params=0.5))        # one decision for each layer
         small, plan = job.build(plan)              # a copy of the model that follows it
-        job.recover_(small, plan)                  # distilled from the original, if that was asked for
+        plan = job.recover_(small, plan)           # distilled from the original, if that was asked for
         small, plan = job.finish(small, plan)      # as it is shipped: norms folded, weights laid out
 
     `run` does all of this. `data` are inputs without labels, or the name of a data set. `watch` sees what is going on,
@@ -74,7 +74,6 @@ class Compression:
         self._data, self._watch, self._tables, self._coverage = data, watch, tables, coverage
         self._read: object = None  # the data, where it can be read once only
         self._bases: dict[tuple[bool, bool], Basis] = {}
-        self._undone = False  # recovery that did not help
 
     # ---- what no budget changes
 
@@ -252,13 +251,13 @@ class Compression:
         plan = replace(plain.plan(budget, self.request.method, self.name), weights=self.weights)
         return follow(self.model, plan, plain.seen.moments, self._known), plan
 
-    def recover_(self, small: nn.Module, plan: Plan) -> None:
+    def recover_(self, small: nn.Module, plan: Plan) -> Plan:
         """So many steps, or seconds, of distillation from the original, as the request says (distill.py).
 
-        Where inputs are held out, it is undone if it does not help on them.
+        Where inputs are held out, it is undone if it does not help on them, and the plan that is given back says so.
         """
         if not self.request.recovers:
-            return
+            return plan
         seen = self.seen(plan)
         inputs = seen.inputs
         data = self.ground.data if inputs is None else inputs.fitted
@@ -273,18 +272,15 @@ class Compression:
             if inputs is None:
                 work()
             elif not keep_if_better_(small, self.model, inputs, variance_in(seen.influence), work):
-                self._undone = True
+                return plan.warned("recovery did not help on inputs that it had not seen, so it was undone")
+        return plan
 
     def finish(self, small: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
         """The network as it is shipped, and a plan that says so: with batch norms folded, in the layout of the plan."""
         seen = self.seen(plan)
-        if self._undone:
-            plan = plan.warned(
-                "recovery did not help on inputs that it had not seen, so it was undone: give more inputs"
-            )
         if seen.inputs is not None and self.request.plan is None:
-            recovered = self.request.recovers and not self._undone
-            plan = judged(small, self.model, plan, seen.inputs, variance_in(seen.influence), recovered)
+            variance = variance_in(seen.influence)
+            plan = judged(small, self.model, plan, seen.inputs, variance, self.request.recovers)
         if self.fuses(plan.budget):
             norms = find_norms(small, self.example)
             small = fuse_norms(small, norms)
@@ -296,5 +292,5 @@ class Compression:
     def run(self, budget: Budget | None) -> tuple[nn.Module, Plan]:
         """All of it: the finished network, and the plan that it follows."""
         small, plan = self.build(self.plan(budget))
-        self.recover_(small, plan)
+        plan = self.recover_(small, plan)
         return self.finish(small, plan)

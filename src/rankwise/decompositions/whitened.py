@@ -332,9 +332,9 @@ def share_for(count: int, size: int) -> float:
     return size / (size + count) if count else 1.0
 
 
-def root_of(metric: Tensor) -> Tensor:
-    """S with SᵀS the metric (G, f, f), drawn a little towards the identity."""
-    values, vectors = eigenvectors(shrunk(metric, 1e-3))
+def root_of(metric: Tensor, share: float = 1e-3) -> Tensor:
+    """S with SᵀS the metric (G, f, f), drawn towards the identity, a little unless it is said how far."""
+    values, vectors = eigenvectors(shrunk(metric, share))
     values, vectors = values.flip(-1), vectors.flip(-1)  # weakest first, so that small numbers are added up first
     root: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
     return root

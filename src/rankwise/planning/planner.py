@@ -261,6 +261,8 @@ def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str
         chosen = able is not None and layer.name in able
         better = "smaller" if table.times is None else "smaller and faster"
         reason = "the budget leaves it whole" if chosen else f"no pair of factors is {better} than the layer"
+        if not table.options(layer):  # no input reaches it, or it is a depthwise one and effects are measured
+            reason = "no decomposition was tried on it"
         return Skipped(layer.name, layer.kind, layer.params, reason, layer.macs)
     error = {
         m: table.curve(layer, point.option, m)[point.rank] for m in (*table.measures(layer, point.option), measure)

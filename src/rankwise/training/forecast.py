@@ -5,7 +5,7 @@ Two quick looks at the inputs of a split enclose what fitting gives:
     first order   the outputs of the original network plus noise as large as the plan predicts (its objective): the sum
                   of what every layer does alone, so errors that feed on each other are not seen
     closed form   all pairs at once from what the table knows, without the passes in which layers make up for each
-                  other (refit.py)
+                  other (calibration/fit.py)
 
 The second one is what to expect, on the careful side. The inputs must be new to the network: it is far surer of those
 that it was trained on.
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise.calibration.answers import Spread, add_answers, variance_of
 from rankwise.calibration.fit import apply_fitted
-from rankwise.calibration.output_metric import Spread, add_answers, variance_of
 from rankwise.compression import Observations
 from rankwise.data.augment import IGNORED
 from rankwise.data.splits import Split

@@ -5,8 +5,8 @@ On the same augmented images the loss is
     SHARE · loss(s, labels)  +  ‖s − t‖² / Var(t)  +  mean over replaced layers of ‖y − y°‖² / Var(y°)
 
 with logits s of the network that is trained and t of the teacher, and outputs y of its pairs and y° of the layers that
-they stand for: what recovery without labels learns from (recover.py), on all images of the training data. The teacher
-is in evaluation mode and is never changed.
+they stand for: what recovery without labels learns from (calibration/distill.py), on all images of the training data.
+The teacher is in evaluation mode and is never changed.
 """
 
 from __future__ import annotations

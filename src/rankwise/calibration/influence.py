@@ -1,0 +1,98 @@
+"""What the inputs say of a layer, as values: moments of what it sees and of its gradients, in two halves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rankwise.core.moments import Moments
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How far moments of Γ are drawn towards those of single positions, and then both factors towards the identity."""
+
+    moment: float
+    metric: float
+    calm: float = 0.0
+
+    def doubled(self) -> Shares:
+        """For twice as many inputs: s = d / (d + n) becomes d / (d + 2 n)."""
+        return Shares(*(share / (2 - share) for share in (self.moment, self.metric, self.calm)))
+
+    def halved(self) -> Shares:
+        return Shares(*(2 * share / (1 + share) for share in (self.moment, self.metric, self.calm)))
+
+
+@dataclass
+class Half:
+    """What one half of the inputs says of a layer.
+
+    `seen` are moments of its patches, `metric` Σ_p g_p g_pᵀ (G, f/G, f/G), mean over inputs: positions one by one.
+    `moment` (G, d, d) and `outer` (G, f/G, f/G) are E[ΓᵀΓ] and E[ΓΓᵀ]. `samples` and `gammas` are the inputs that were
+    seen, and those that Γ was taken of; `places` is how often the layer is applied to an input.
+    """
+
+    seen: Moments = field(default_factory=Moments)
+    metric: Tensor = field(default_factory=lambda: torch.zeros(()))
+    moment: Tensor = field(default_factory=lambda: torch.zeros(()))
+    outer: Tensor = field(default_factory=lambda: torch.zeros(()))
+    samples: int = 0
+    gammas: int = 0
+    places: float = 1.0
+    pulls: tuple[float, float] = (0.0, 0.0)  # Σ over inputs of ‖Σ_p g_p‖² and of Σ_p ‖g_p‖²
+
+    @property
+    def alike(self) -> float:
+        """How far gradients at different positions of an input agree: mean of g_p · g_q relative to that of ‖g_p‖²."""
+        whole, single = self.pulls
+        if not single > 0 or not self.places > 1:
+            return 0.0
+        return min(1.0, max(0.0, (whole / single - 1) / (self.places - 1)))
+
+    def divided(self, by: float) -> None:
+        self.metric, self.moment, self.outer = self.metric / by, self.moment / by, self.outer / by
+
+
+@dataclass
+class Influence:
+    """What the inputs say of a layer, in two halves; `seen` is of both together.
+
+    Moments are relative to the `variance` of the network's outputs, which is the same for all layers. Where a patch has
+    too many entries for a covariance, `seen` is of single entries and `whole` is False. `centred` is whether the mean
+    of an error can be made up for, so that only what varies is lost: by the layer's bias, or without one by the running
+    mean of the batch norm `norm` that follows. Outputs of a transposed convolution differ in how many inputs they see:
+    one bias would not do. `is_output` is whether the layer's outputs are those of the network.
+    """
+
+    halves: tuple[Half, Half]
+    whole: bool = True
+    variance: float = 0.0
+    centred: bool = False
+    norm: str = ""
+    is_output: bool = False
+    shares: Shares | None = None  # of both halves together, once they are chosen (shrinkage.py)
+
+    @property
+    def seen(self) -> Moments:
+        return self.halves[0].seen.merged(self.halves[1].seen)
+
+    @property
+    def samples(self) -> int:
+        return sum(half.samples for half in self.halves)
+
+    @property
+    def both(self) -> Half:
+        """The halves together."""
+        parts = [half for half in self.halves if half.gammas]
+        total = max(1, sum(half.gammas for half in parts))
+        sums: list[Tensor] = [
+            sum((getattr(half, name) * (half.gammas / total) for half in parts), start=torch.zeros(()))
+            for name in ("metric", "moment", "outer")
+        ]
+        pulls = [sum(half.pulls[i] for half in self.halves) for i in (0, 1)]
+        metric, moment, outer = sums
+        places = self.halves[0].places
+        return Half(self.seen, metric, moment, outer, self.samples, total, places, (pulls[0], pulls[1]))
