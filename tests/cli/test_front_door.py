@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_written_is_found_first(
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
     opened: list[Any] = []
-    monkeypatch.setattr("rankwise.cli.compress.open_model", lambda *a: opened.append(a))
+    monkeypatch.setattr("rankwise.cli.flags.open_model", lambda *a: opened.append(a))
     before = sorted(tmp_path.iterdir())
     assert "--out" in refused(capsys, "compress", "digits-cnn", "--weights", weights, "--keep", 0.5, "--out", out)
     assert not opened
@@ -188,7 +188,7 @@ def test_wrong_flags_are_found_before_the_network_is_opened(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], says: str
 ) -> None:
     opened: list[Any] = []
-    monkeypatch.setattr("rankwise.cli.compress.open_model", lambda *a: opened.append(a))
+    monkeypatch.setattr("rankwise.cli.flags.open_model", lambda *a: opened.append(a))
     assert says in refused(capsys, "compress", "digits-cnn", "--random-weights", "--out", tmp_path / "o", *flags)
     assert not opened
 
@@ -326,12 +326,53 @@ def test_the_command_line_advises_flags(capsys: Capture, tmp_path: Path) -> None
 # ---- in the way ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [["--help"], ["--version"], []])
-def test_help_and_version_need_no_torch(given: list[str], tmp_path: Path) -> None:
-    code = f"import sys; from rankwise.__main__ import main; sys.exit(main({given!r}) or 'torch' in sys.modules)"
+def test_help_and_version_need_no_torch(tmp_path: Path) -> None:
+    """Nor numpy: of the program, and of every command. A flag that is not known is refused as quickly."""
+    code = """
+import sys
+from rankwise.__main__ import main
+from rankwise.cli.commands import COMMANDS
+for given in (["--version"], [], ["--help"], *([name, "--help"] for name in COMMANDS)):
+    assert main(given) == 0, given
+for name in COMMANDS:
+    assert main([name, "--nonsense"]) == 2, name
+print("heavy:", [name for name in ("torch", "numpy", "plotly", "torchvision") if name in sys.modules])
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert rw.__version__ in done.stdout if given == ["--version"] else "compress" in done.stdout
+    assert done.stdout.splitlines()[0] == f"rankwise {rw.__version__}"
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+    assert all(f"Usage: rankwise {name} [OPTIONS]" in done.stdout for name in COMMANDS)
+
+
+def test_help_lists_what_the_registries_hold() -> None:
+    """words.py is there so that help needs no torch, and is never out of date."""
+    from rankwise.cli import words
+    from rankwise.cli.flags import budget_help
+    from rankwise.core.measures import ALL_MEASURES
+    from rankwise.decompositions import DECOMPOSITIONS
+    from rankwise.decompositions.clusters import CLUSTERINGS
+    from rankwise.deploy.bench import ENGINES
+    from rankwise.deploy.export import TARGETS
+    from rankwise.planning.planner import SEARCHES
+    from rankwise.planning.times import LAYOUTS
+    from rankwise.planning.units import UNITS
+    from rankwise.pruning.filters import SEARCHES as FILTER_SEARCHES
+
+    held = {
+        "METHODS": ", ".join(rw.METHODS),
+        "MEASURES": ", ".join(ALL_MEASURES),
+        "DECOMPOSITIONS": ", ".join(DECOMPOSITIONS),
+        "CLUSTERINGS": ", ".join(CLUSTERINGS),
+        "SEARCHES": ", ".join(SEARCHES),
+        "FILTER_SEARCHES": " or ".join(FILTER_SEARCHES[1:]),
+        "UNITS": ", ".join(UNITS),
+        "BUDGET": budget_help(),
+        "ENGINES": ", ".join(ENGINES),
+        "TARGETS": " or ".join(TARGETS),
+        "LAYOUTS": " or ".join(LAYOUTS),
+    }
+    assert {name: text for name, text in vars(words).items() if name.isupper()} == held
 
 
 def test_the_table_of_commands_says_what_their_docstrings_say() -> None:
@@ -363,7 +404,7 @@ def test_a_study_says_what_it_does_from_the_first_second(
         said.append(capsys.readouterr().out)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankwise.cli.study.runner.run_study", run_study)
+    monkeypatch.setattr("rankwise.studies.runner.run_study", run_study)
     study = Path(__file__).resolve().parents[2] / "studies" / "smoke.toml"
     status, _, err = run(capsys, "run", study, "--out", tmp_path / "o")
     assert "smoke: 120 cells, 120 to run" in said[0]

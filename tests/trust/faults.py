@@ -351,7 +351,7 @@ def _demo(folder: Path) -> list[str]:
 
 def _timed() -> Any:
     """The module of the command line that times networks, and for how long."""
-    for name in ("rankwise.cli.compress", "rankwise.cli.outcome"):
+    for name in ("rankwise.cli.outcome", "rankwise.cli.compress"):
         with suppress(ModuleNotFoundError):
             module = import_module(name)
             if hasattr(module, "SECONDS"):

@@ -6,21 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table as Grid
 
-from rankwise.cli import show
+from rankwise.cli import output, words
 from rankwise.cli.options import JsonOpt
-from rankwise.deploy.bench import ENGINES, BenchJob, bench
-from rankwise.deploy.export import TARGETS
-from rankwise.deploy.export import export as write
 from rankwise.errors import RankwiseError
-from rankwise.models import networks
-from rankwise.models.inputs import example_for
-from rankwise.planning.times import LAYOUTS
-from rankwise.surgery.checkpoint import read_plan
-from rankwise.surgery.fuse import fuse as fuse_network
-from rankwise.timing.clock import read_timing
-from rankwise.timing.merge import merge_slow
 
 FolderArg = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `rankwise compress` wrote.")]
 BaseOpt = Annotated[
@@ -37,11 +26,9 @@ def bench_command(
     input: InputOpt = None,
     batch: Annotated[str, typer.Option("--batch", metavar="N,…", help="Inputs in a batch.")] = "1,32",
     threads: Annotated[str | None, typer.Option("--threads", metavar="N,…", help="Default: 1 and all.")] = None,
-    engines: Annotated[str, typer.Option("--engines", metavar="E,…", help="Of " + ", ".join(ENGINES) + ".")] = ",".join(
-        ENGINES
-    ),
+    engines: Annotated[str, typer.Option("--engines", metavar="E,…", help=f"Of {words.ENGINES}.")] = words.ENGINES,
     layout: Annotated[
-        str | None, typer.Option("--layout", help=f"{' or '.join(LAYOUTS)}. Default: as the plan was timed.")
+        str | None, typer.Option("--layout", help=f"{words.LAYOUTS}. Default: as the plan was timed.")
     ] = None,
     fuse: FuseOpt = False,
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Runs that count, at most.")] = 9,
@@ -49,6 +36,9 @@ def bench_command(
     as_json: JsonOpt = False,
 ) -> None:
     """Time, memory and file size of a compressed network against the dense one."""
+    from rankwise.cli import show
+    from rankwise.deploy.bench import BenchJob, bench
+
     _need_folder(folder)
     given: dict[str, Any] = {} if threads is None else {"threads": _numbers("--threads", threads)}
     job = BenchJob(
@@ -56,25 +46,25 @@ def bench_command(
         base,
         input,
         batches=_numbers("--batch", batch),
-        engines=tuple(engines.split(",")),
+        engines=tuple(e.strip() for e in engines.split(",")),
         layout=layout or _planned_layout(folder),
         fuse=fuse,
         repeats=repeats,
         **given,
     )
-    with show.progress("bench") as report:
+    with output.progress("bench") as report:
         found = bench(job, report)
     if as_json:
-        show.print_json(found)
+        output.print_json(found)
         return
-    terminal = show.console()
-    terminal.print(times_grid(found))
-    terminal.print(sizes_grid(found))
+    terminal = output.console()
+    terminal.print(show.times_grid(found))
+    terminal.print(show.sizes_grid(found))
 
 
 def export_command(
     folder: FolderArg,
-    to: Annotated[str, typer.Option("--to", help=" or ".join(TARGETS) + ".")],
+    to: Annotated[str, typer.Option("--to", help=f"{words.TARGETS}.")],
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: a file in DIR.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     input: InputOpt = None,
@@ -90,6 +80,14 @@ def export_command(
 
     Its outputs are compared with the network's before it says done.
     """
+    from rankwise.deploy.export import TARGETS
+    from rankwise.deploy.export import export as write
+    from rankwise.models import networks
+    from rankwise.models.inputs import example_for
+    from rankwise.surgery.fuse import fuse as fuse_network
+    from rankwise.timing.clock import read_timing
+    from rankwise.timing.merge import merge_slow
+
     if to not in TARGETS:
         raise RankwiseError(f"--to {to} was given: possible are {', '.join(TARGETS)}")
     how = read_timing(timing)
@@ -103,7 +101,7 @@ def export_command(
     if example is None:
         raise RankwiseError(f"the input of {folder} is not known: give its shape, such as --input 1,3,224,224")
     merged: list[str] = []
-    with show.progress("export") as report:
+    with output.progress("export") as report:
         if merge:
             report("timing pairs", 0, 2)
             network, merged = merge_slow(network, example, how)
@@ -111,9 +109,9 @@ def export_command(
         network = fuse_network(network, example) if fuse else network
         found = {**write(network, example, target, to), "merged": merged}
     if as_json:
-        show.print_json(found)
+        output.print_json(found)
         return
-    terminal = show.console()
+    terminal = output.console()
     for name in merged:
         terminal.print(f"multiplied out, one layer is faster: {name}")
     if "why" in found:
@@ -125,42 +123,6 @@ def export_command(
     )
 
 
-def times_grid(found: dict[str, Any]) -> Grid:
-    """One line for each engine, number of threads and batch size."""
-    title = f"time per batch, median; {found['layout']}{', fused' if found['fuse'] else ''}; {found['machine']}"
-    grid = show.new_grid(title)
-    grid.add_column("engine")
-    for name in ("threads", "batch", "dense", "spread", "compressed", "spread", "ratio"):
-        grid.add_column(name, justify="right", overflow="fold")
-    for row in found["times"]:
-        where = (row["engine"], str(row["threads"]), str(row["batch"]))
-        if "error" in row:
-            grid.add_row(*where, "not available:", "", row["error"], "", "")
-            continue
-        cells = [c for s in ("dense", "compressed") for c in (f"{1e3 * row[s]['median']:.2f} ms", _share(row[s]))]
-        grid.add_row(*where, *cells, f"{row['ratio']:.2f}")
-    return grid
-
-
-def _share(measured: dict[str, Any]) -> str:
-    return f"±{50 * measured['spread']:.0f} %"
-
-
-def sizes_grid(found: dict[str, Any]) -> Grid:
-    grid = show.new_grid()
-    grid.add_column("")
-    for name in ("dense", "compressed", "ratio"):
-        grid.add_column(name, justify="right")
-    rows = [("params", found["params"]), ("macs", found["macs"]), ("bytes of weights", found["bytes"])]
-    for batch in found["memory"]["dense"]:
-        rows.append((f"peak memory, batch {batch}", {side: found["memory"][side][batch] for side in found["memory"]}))
-    for name, pair in rows:
-        dense, small = pair["dense"], pair["compressed"]
-        ratio = f"{small / dense:.2f}" if dense and small else ""
-        grid.add_row(name, show.count(dense), show.count(small), ratio)
-    return grid
-
-
 def _need_folder(folder: Path) -> None:
     if not (folder / "plan.json").is_file():
         raise RankwiseError(f"{folder} is not a compressed network: give a folder that `rankwise compress` wrote")
@@ -168,6 +130,9 @@ def _need_folder(folder: Path) -> None:
 
 def _planned_layout(folder: Path) -> str:
     """The memory layout that the plan's budget in time was measured in; what torch does by itself if there is none."""
+    from rankwise.planning.times import LAYOUTS
+    from rankwise.surgery.checkpoint import read_plan
+
     latency = read_plan(folder).search.latency
     layout = None if latency is None else latency.timing.get("layout")
     return layout if layout in LAYOUTS else LAYOUTS[0]

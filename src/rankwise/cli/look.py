@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rankwise.cli import show
-from rankwise.cli.flags import open_model, random_weights
+from rankwise.cli import output
 from rankwise.cli.options import BaseOpt, ExcludeOpt, InputOpt, JsonOpt, ModelArg, SplitOpt, WeightsOpt
 
 
@@ -24,15 +23,17 @@ def inspect(
 
     Layers that cannot be are listed by the reason.
     """
+    from rankwise.cli import show
+    from rankwise.cli.flags import open_model
     from rankwise.models.inputs import example_for
     from rankwise.surgery.coverage import find_layers
 
     network = open_model(model, weights, base)
     coverage = find_layers(network, example_for(model, input, network), exclude or ())
     if as_json:
-        show.print_json({"model": model, **show.coverage_json(coverage)})
+        output.print_json({"model": model, **show.coverage_json(coverage)})
         return
-    out = show.console()
+    out = output.console()
     out.print(show.coverage_grid(coverage, model))
     for line in show.by_reason(coverage.skipped, coverage.params):
         out.print(f"whole, {line}")
@@ -40,7 +41,7 @@ def inspect(
     macs = "" if coverage.macs is None else f", {coverage.macs:,} macs"
     out.print(
         f"{coverage.params:,} params{macs}; {len(coverage.layers)} layers with "
-        f"{show.percent(able, coverage.params)} of the params can be decomposed"
+        f"{output.percent(able, coverage.params)} of the params can be decomposed"
     )
 
 
@@ -58,23 +59,24 @@ def evaluate(
 
     Of a folder that `iterate` wrote, the network of its last round is scored.
     """
+    from rankwise.cli.flags import open_model, random_weights
     from rankwise.data.splits import load as load_data
     from rankwise.training.evaluate import evaluate as score
 
     images = load_data(data, split, size=size)
     network = open_model(model, weights, base)
-    with show.progress("evaluating"):
+    with output.progress("evaluating"):
         found = score(network, images, limit=limit)
     random = random_weights(model) if weights is None else ""
     if random:
-        show.warn(random)
+        output.warn(random)
     if as_json:
         said = {"random_weights": True} if random else {}
-        show.print_json({"model": model, "data": data, "split": split, **found.to_json(), **said})
+        output.print_json({"model": model, "data": data, "split": split, **found.to_json(), **said})
         return
     top5 = "" if found.top5 is None else f", top-5 {found.top5:.2f} %"
     top5 += "" if found.miou is None else f", mean IoU {found.miou:.2f} %"
-    show.console().print(
+    output.console().print(
         f"top-1 {found.top1:.2f} %{top5}, loss {found.loss:.4f} on {found.n:,} images ({data}, {split})"
     )
 
@@ -85,13 +87,14 @@ def demo(
     as_json: JsonOpt = False,
 ) -> None:
     """The whole story on handwritten digits: train, compress, retrain, report."""
+    from rankwise.cli import show
     from rankwise.cli.demo import run_demo
 
-    with show.progress("demo") as report:
+    with output.progress("demo") as report:
         result = run_demo(out, seed, report)
     if as_json:
-        show.print_json(result)
+        output.print_json(result)
         return
-    terminal = show.console()
+    terminal = output.console()
     terminal.print(show.rows_grid(result["rows"]))
     terminal.print(f"done: open {result['report']} in a browser")

@@ -1,4 +1,4 @@
-"""What `compress` does around the job itself: the limit of --max-drop, scores, the folder, and what is printed."""
+"""What `compress` does around the job itself: scores, the folder, and what is printed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from rankwise.api import Metric, smallest_for
-from rankwise.cli import show
+from rankwise.cli import output, show
+from rankwise.cli.asked import Limit
 from rankwise.compression import Compression
 from rankwise.data.splits import Split
 from rankwise.data.splits import load as load_data
 from rankwise.errors import RankwiseError
-from rankwise.models.factory import load_function
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings
@@ -30,20 +30,9 @@ from rankwise.timing.clock import Timing, time_networks
 from rankwise.timing.load import conditions
 from rankwise.training.evaluate import evaluate as score
 from rankwise.training.forecast import can_forecast, forecast
-from rankwise.training.limits import ROUNDS, Trial, check_limit
+from rankwise.training.limits import ROUNDS, Trial
 
 SECONDS = (1.0, 4.0)  # to time the networks for: at least, and when three runs must do
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What --max-drop asks for: the smallest network, in a unit, that loses at most so much of a metric."""
-
-    most: float
-    unit: str
-    data: str | None
-    metric: Metric | None = None
-    lower_is_better: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,28 +75,6 @@ def interruptible(out: Path | None) -> Iterator[None]:
         whole = out is not None and (out / checkpoint.WEIGHTS).exists()
         what = f"{out} is as it was, or written whole" if whole else "nothing was written"
         raise KeyboardInterrupt(f"interrupted; {what}") from None
-
-
-def read_limit(
-    most: float | None, unit: str, data: str | None, metric: str | None, lower: bool, budget: bool
-) -> Limit | None:
-    if lower and metric is None:
-        raise RankwiseError("--lower-is-better says how to read --metric, and there is none: leave it out")
-    if most is None:
-        if metric is not None:
-            raise RankwiseError("--metric is what --max-drop measures, and there is none: add --max-drop")
-        return None
-    if budget:
-        raise RankwiseError("a budget and --max-drop were given: drop one, since --max-drop finds the budget")
-    if data is None and metric is None:
-        raise RankwiseError(
-            "--max-drop measures what is lost, and there is nothing to measure it on: add --data, or --metric "
-            "FILE.py:FUNCTION"
-        )
-    check_limit(most, unit)
-    if metric is None and most >= 100:
-        raise RankwiseError(f"--max-drop {most:g} was given: give points of accuracy, from 0 to below 100")
-    return Limit(most, unit, data, None if metric is None else load_function(metric), lower)
 
 
 def compressed(job: Compression, asked: Budget | None, limit: Limit | None, wanted: Wanted) -> Finished:
@@ -199,7 +166,7 @@ def _within(job: Compression, limit: Limit) -> tuple[nn.Module, Plan, list[Trial
     if isinstance(job.settings, Settings):
         job.check()
         job.basis(Budget(**{limit.unit: 1.0}))  # before the bar of the search is shown
-    with show.progress("looking for the smallest") as report:
+    with output.progress("looking for the smallest") as report:
         tried: list[Trial] = []
 
         def tell(trial: Trial) -> None:
@@ -215,7 +182,7 @@ def _accuracy(images: Split) -> Metric:
 
 
 def print_outcome(done: Finished, split: str) -> None:
-    plan, terminal = done.plan, show.console()
+    plan, terminal = done.plan, output.console()
     terminal.print(show.plan_grid(plan, str(plan.settings.get("error", "energy"))))
     kept = [s for s in plan.kept if s.reason not in (OTHER_KIND, EXCLUDED)]
     for line in show.held_filters(plan) if plan.pruned else show.by_reason(kept, plan.before.params):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankwise.cli import show
+from rankwise.cli import output
 from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ def report(
 
     if out.is_dir():
         raise RankwiseError(f"{out} is a folder: give the file to write, such as {out / 'report.html'}")
-    with show.progress("report") as progress:
+    with output.progress("report") as progress:
         written = write_report(results, out, title, png=png, progress=progress)
     if as_json:
-        show.print_json(written)
+        output.print_json(written)
         return
     failed = f", {written['failed']} of them failed" if written["failed"] else ""
-    terminal = show.console()
+    terminal = output.console()
     terminal.print(f"{written['rows']:,} rows{failed}, {written['plans']['embedded']:,} plans")
     if png is not None:
         terminal.print(f"{len(written['figures'])} figures in {png}")
@@ -65,7 +65,7 @@ def single_report(
     out = Path(found["out"]) / "report.html"
     about = About(data, split, None if weights is None else str(weights), _typed(), model)
     try:
-        with show.progress("report") as progress:
+        with output.progress("report") as progress:
             write_report(out, found, network, about, progress)
     except RankwiseError as err:
         return None, f"no report: {err}"

@@ -1,57 +1,19 @@
-"""What the command line prints: tables for people, one JSON document for machines."""
+"""Tables and sentences for people: layers, plans, scores, times."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table as Grid
 
-from rankwise.cli.progress import progress as progress
-from rankwise.cli.progress import warn as warn
+from rankwise.cli.output import count, new_grid, percent
 from rankwise.core.layer import Coverage, Skipped
 from rankwise.planning.plan import Plan, listed
 from rankwise.planning.times import Conditions
 from rankwise.planning.units import UNITS
 from rankwise.reports.curves import panels
 from rankwise.training.limits import Trial
-
-COLUMNS = 80  # of a file or a pipe: tables fit into it
-
-
-class Output:
-    """Standard output. Tables fit into the terminal; sentences are one line each, for whoever searches in them."""
-
-    def print(self, what: object) -> None:
-        if isinstance(what, str):
-            sys.stdout.write(what + "\n")
-        else:
-            Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False).print(what)
-
-
-def console() -> Output:
-    return Output()
-
-
-def print_json(data: object) -> None:
-    sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-
-def percent(part: int | None, whole: int | None) -> str:
-    return "" if part is None or not whole else f"{100 * part / whole:.1f} %"
-
-
-def count(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
-
-
-def new_grid(title: str | None = None) -> Grid:
-    """Without lines between columns, so that more fits into a terminal."""
-    return Grid(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def coverage_grid(coverage: Coverage, title: str) -> Grid:
@@ -237,4 +199,40 @@ def rows_grid(rows: list[dict[str, Any]]) -> Grid:
     for keep in dict.fromkeys(row["asked"] for row in rows):
         found = [[means.get((when, label, keep)) for when in ("compressed", "retrained")] for label in lines]
         grid.add_row(f"{keep:g}", *(" → ".join(f"{v:.2f}" for v in pair if v is not None) for pair in found))
+    return grid
+
+
+def times_grid(found: dict[str, Any]) -> Grid:
+    """One line for each engine, number of threads and batch size."""
+    title = f"time per batch, median; {found['layout']}{', fused' if found['fuse'] else ''}; {found['machine']}"
+    grid = new_grid(title)
+    grid.add_column("engine")
+    for name in ("threads", "batch", "dense", "spread", "compressed", "spread", "ratio"):
+        grid.add_column(name, justify="right", overflow="fold")
+    for row in found["times"]:
+        where = (row["engine"], str(row["threads"]), str(row["batch"]))
+        if "error" in row:
+            grid.add_row(*where, "not available:", "", row["error"], "", "")
+            continue
+        cells = [c for s in ("dense", "compressed") for c in (f"{1e3 * row[s]['median']:.2f} ms", _share(row[s]))]
+        grid.add_row(*where, *cells, f"{row['ratio']:.2f}")
+    return grid
+
+
+def _share(measured: dict[str, Any]) -> str:
+    return f"±{50 * measured['spread']:.0f} %"
+
+
+def sizes_grid(found: dict[str, Any]) -> Grid:
+    grid = new_grid()
+    grid.add_column("")
+    for name in ("dense", "compressed", "ratio"):
+        grid.add_column(name, justify="right")
+    rows = [("params", found["params"]), ("macs", found["macs"]), ("bytes of weights", found["bytes"])]
+    for batch in found["memory"]["dense"]:
+        rows.append((f"peak memory, batch {batch}", {side: found["memory"][side][batch] for side in found["memory"]}))
+    for name, pair in rows:
+        dense, small = pair["dense"], pair["compressed"]
+        ratio = f"{small / dense:.2f}" if dense and small else ""
+        grid.add_row(name, count(dense), count(small), ratio)
     return grid

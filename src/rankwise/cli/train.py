@@ -10,11 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rankwise.cli import live, show
+from rankwise.cli import live, output, words
 from rankwise.cli.options import JsonOpt
 from rankwise.errors import RankwiseError
-from rankwise.methods import METHODS
-from rankwise.training import steps
 from rankwise.training.recipes import RECIPES, Recipe, change, get_recipe, read_changes
 
 DataArg = Annotated[
@@ -56,6 +54,8 @@ def train(
     as_json: JsonOpt = False,
 ) -> None:
     """Train a network; DIR can then be compressed and evaluated like any MODEL."""
+    from rankwise.training import steps
+
     chosen = change(get_recipe(recipe), read_fields(changes))
     with _watched(chosen, out, tensorboard, as_json) as watch:
         run = steps.Run(data, chosen, out, seed, resume, split, limit, size, watch)
@@ -96,6 +96,8 @@ def retrain(
 
     The learning rate starts where the recipe has it at that time (rewinding).
     """
+    from rankwise.training import steps
+
     chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_fields(changes, "retrain"))
     if out.resolve() == folder.resolve():
         raise RankwiseError(f"--out {out} is the folder that is retrained: give another one, so that both remain")
@@ -110,7 +112,7 @@ def iterate(
     data: DataArg,
     out: OutOpt,
     rounds: Annotated[int, typer.Option("--rounds", help="How often to compress and retrain.")] = 3,
-    method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(METHODS)}.")] = "auto",
+    method: Annotated[str, typer.Option("--method", help=f"One of {words.METHODS}.")] = "auto",
     recipe: RecipeOpt = "fast",
     changes: SetOpt = None,
     weights: WeightsOpt = None,
@@ -135,6 +137,8 @@ def iterate(
 
     Where there are weights it is not trained first. Round i keeps αⁱ of the parameters.
     """
+    from rankwise.training import steps
+
     chosen = change(get_recipe(recipe), read_fields(changes))
     plan = steps.Rounds(rounds, method, tuple(exclude or ()), calibrate, loop)
     with _watched(chosen, out, tensorboard, as_json) as watch:
@@ -166,9 +170,9 @@ def _print(rows: list[dict[str, Any]], out: Path, as_json: bool) -> None:
     if not live.first_process():
         return
     if as_json:
-        show.print_json(rows[0] if len(rows) == 1 else rows)
+        output.print_json(rows[0] if len(rows) == 1 else rows)
         return
-    terminal = show.console()
+    terminal = output.console()
     for row in rows:
         for warning in row.get("warnings", ()):
             terminal.print(f"warning: {warning}")

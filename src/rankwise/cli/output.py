@@ -1,0 +1,46 @@
+"""How the command line speaks: tables and sentences for people, one JSON document for machines. It needs no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as Grid
+
+from rankwise.cli.progress import progress as progress
+from rankwise.cli.progress import warn as warn
+
+COLUMNS = 80  # of a file or a pipe: tables fit into it
+
+
+class Output:
+    """Standard output. Tables fit into the terminal; sentences are one line each, for whoever searches in them."""
+
+    def print(self, what: object) -> None:
+        if isinstance(what, str):
+            sys.stdout.write(what + "\n")
+        else:
+            Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False).print(what)
+
+
+def console() -> Output:
+    return Output()
+
+
+def print_json(data: object) -> None:
+    sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def percent(part: int | None, whole: int | None) -> str:
+    return "" if part is None or not whole else f"{100 * part / whole:.1f} %"
+
+
+def count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def new_grid(title: str | None = None) -> Grid:
+    """Without lines between columns, so that more fits into a terminal."""
+    return Grid(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
