@@ -173,7 +173,7 @@ def build_table(
         model: any network.
         example: an input, which budgets in macs need.
         folds: which ways to make a matrix of a kernel: "all", or schemes such as (0, 3).
-        slices: how many slices of the channels: "all" powers of two, "any", a number or several.
+        slices: how many slices of the channels: "all" divisors of their number, "any", a number or several.
         options: `exclude=` layers to leave alone; `data=` calibration inputs, `input=` the part of a batch;
             `decompositions=` are svd, and with data pca, unless others are named; with error="output" all of them are
             measured on the data. See `TableOptions`.

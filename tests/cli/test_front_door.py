@@ -194,6 +194,18 @@ def test_wrong_flags_are_found_before_the_network_is_opened(
 
 
 @pytest.mark.usefixtures("no_work")
+def test_a_budget_that_is_too_small_is_found_first(capsys: Capture, tmp_path: Path, weights: Path) -> None:
+    flags = ["--weights", weights, "--out", tmp_path / "o"]
+    for method in ("auto", "alds+", "tucker2"):
+        for budget in (["--keep", 0.001], ["--budget", "macs=0.002"], ["--keep", 0.9, "--budget", "macs=0.001"]):
+            said = refused(capsys, "compress", "digits-cnn", *flags, "--method", method, *budget)
+            assert "the budget cannot be met" in said
+            assert "(keep 0." in said
+    pca = ["--method", "pca", "--data", "digits", "--keep", 0.001]
+    assert "the least possible is at least" in refused(capsys, "compress", "digits-cnn", *flags, *pca)
+
+
+@pytest.mark.usefixtures("no_work")
 def test_data_that_does_not_fit_is_found_first(capsys: Capture, tmp_path: Path) -> None:
     flags = ["--random-weights", "--keep", 0.5, "--out", tmp_path / "o", "--data", "digits"]
     assert "8×8" in refused(capsys, "compress", "resnet20", *flags)

@@ -22,10 +22,11 @@ from rankwise.compression.request import Request
 from rankwise.core.layer import Coverage
 from rankwise.core.linalg import computing_on
 from rankwise.data.loaders import notes_of
-from rankwise.decompositions import METRIC, OUTPUTS, of
+from rankwise.decompositions import FITTED, METRIC, OUTPUTS, of
 from rankwise.errors import RankwiseError
 from rankwise.methods import calibration, settings_for
 from rankwise.planning.budget import Budget, check_sizes
+from rankwise.planning.floor import check_reachable
 from rankwise.planning.plan import Plan
 from rankwise.planning.planner import Settings
 from rankwise.pruning.filters import Filters, plan_filters
@@ -189,10 +190,18 @@ class Compression:
             return self._replayed
         self.check()
         check_sizes(budget, self.coverage)
+        self._check_reachable(budget)
         check_weights(self.model, self.coverage)
         with computing_on(self.request.device):
             plan = replace(self._plan(budget), weights=self.weights)
         return plan.warned(*notes_of(self._read or self.ground.data))
+
+    def _check_reachable(self, budget: Budget | None) -> None:
+        """Refuse a budget below the smallest that shapes allow. `auto` may come to use fitted decompositions."""
+        settings = self.settings
+        if isinstance(settings, Settings):
+            names = (*settings.decompositions, *(FITTED if self.request.is_free else ()))
+            check_reachable(self.coverage, budget, settings.selection, names, settings.rank_multiple)
 
     @cached_property
     def _replayed(self) -> Plan:

@@ -138,6 +138,10 @@ class Decomposition(ABC):
         """The largest outer rank; 0 where there is one rank only."""
         return 0
 
+    def candidates(self, layer: Layer, selection: Selection) -> list[Option]:
+        """Options that shapes alone allow: at rank 1 none that `score` gives is cheaper than the cheapest of these."""
+        return [Option(all_folds(layer.dims)[0], 1, self.name, outer=min(1, self.outers(layer)))]
+
     def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         """Of the options that a table has for a layer, those of this decomposition that are asked for."""
         return [option for option in there if option.decomposition == self.name]

@@ -79,6 +79,13 @@ class ClusteredSlices(Decomposition):
         encoder = Part("encoder", right, layer.channels, middle, branches=branches)
         return encoder, Part("decoder", left, middle, layer.filters, 1)
 
+    def candidates(self, layer: Layer, selection: Selection) -> list[Option]:
+        """Which channels make a cluster changes no cost at rank 1."""
+        if layer.groups > 1:
+            return slices.DECOMPOSITION.candidates(layer, _consecutive(selection))
+        near = {k: consecutive(layer.channels, k) for k in cluster_counts(selection.slices, layer)}
+        return [Option(fold_for(0, layer.dims), k, self.name, clusters=clusters) for k, clusters in near.items()]
+
     def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         if layer.groups > 1:
             return slices.DECOMPOSITION.wanted(layer, there, _consecutive(selection))

@@ -68,6 +68,11 @@ class CanonicalPolyadic(Decomposition):
             Part("decoder", (), middle, layer.filters, g),
         )
 
+    def candidates(self, layer: Layer, selection: Selection) -> list[Option]:
+        if _stages(layer):
+            return super().candidates(layer, selection)
+        return slices.DECOMPOSITION.candidates(layer, replace(selection, folds=0, slices=1))
+
     def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         if _stages(layer):
             return super().wanted(layer, there, selection)

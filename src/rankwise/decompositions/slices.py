@@ -48,6 +48,9 @@ class Slices(Decomposition):
         folds, slices = distinct_folds(layer, selection.folds), slices_for(selection.slices, layer)
         return [Option(fold, k, self.name) for fold in folds for k in slices]
 
+    def candidates(self, layer: Layer, selection: Selection) -> list[Option]:
+        return self.options(layer, selection)
+
     def full_rank(self, layer: Layer, option: Option) -> int:
         return max(slice_ranks(layer, option))
 

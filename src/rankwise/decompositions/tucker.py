@@ -72,6 +72,11 @@ class Tucker(Cored):
     about = "both channel modes at once, least total energy; without a budget as many directions as are signal"
     alone = Alone("energy", "sum")
 
+    def candidates(self, layer: Layer, selection: Selection) -> list[Option]:
+        if has_taps(layer):
+            return super().candidates(layer, selection)
+        return slices.DECOMPOSITION.candidates(layer, _one_slice(selection))
+
     def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         if has_taps(layer):
             return super().wanted(layer, there, selection)

@@ -64,13 +64,15 @@ class Whitened(Decomposition):
     def check(self, layer: Layer, option: Option, where: str) -> None:
         slices.DECOMPOSITION.check(layer, option, where)
 
+    def candidates(self, layer: Layer, selection: Selection) -> list[Option]:
+        return [replace(option, decomposition=self.name) for option in slices.DECOMPOSITION.options(layer, selection)]
+
     def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         return slices.narrowed(super().wanted(layer, there, selection), layer, selection, screened=True)
 
     def score(self, target: Target, selection: Selection) -> Scores:
         """The measure `effect`, up to the largest rank that is smaller than the layer in one unit or the other."""
-        plain = slices.DECOMPOSITION.options(target.layer, selection)
-        options = [Option(option.fold, option.slices, self.name) for option in plain]
+        options = self.candidates(target.layer, selection)
         if selection.slices == "all":
             options = offered(target.layer, options)
         found = Scores()

@@ -40,6 +40,9 @@ class WhitenedTucker(tucker.Cored):
     about = "the same three parts as tucker2, in the metric of calibration data"
     needs = METRIC
 
+    def candidates(self, layer: Layer, selection: Selection) -> list[Option]:
+        return super().candidates(layer, selection) if is_possible(layer) else []
+
     def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         """A core is neither a fold nor a slice: it is offered where neither is asked for."""
         if selection.folds != "all" or selection.slices != "all":

@@ -13,9 +13,10 @@ from rankwise.core.option import Cost
 from rankwise.core.slicing import Folds, Slices
 from rankwise.decompositions import DECOMPOSITIONS, PLAIN, Selection, cost_at
 from rankwise.decompositions.clusters import check_clustering
-from rankwise.errors import BudgetError, RankwiseError
+from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.findings import Findings, Latency
+from rankwise.planning.floor import cannot_be_met
 from rankwise.planning.knapsack import least_sum
 from rankwise.planning.menu import Menu, Point, Rules, menus
 from rankwise.planning.minimax import Solution, alternate, combine, constant, minimax
@@ -107,7 +108,8 @@ def find_plan(table: Table, budget: Budget | None, settings: Settings, method: s
         offered = _freed(offered, _offers(table, budget, settings, False), room)
         solution = run_search(offered, room, settings)
     if solution is None:
-        raise _cannot_be_met(table, offered, limits, fixed)
+        least = {name: fixed[i] + sum(_least(menu)[i] for menu in offered) for i, name in enumerate(limits)}
+        raise cannot_be_met(table.coverage, table.times, limits, least)
     able = {m.layer.name for m in offered if m.offers}
     findings = replace(
         _findings(solution, _times(table, solution.points)), other=_reached(table, budget, solution.points, fixed)
@@ -128,11 +130,8 @@ def _freed(faster: list[Menu], every: list[Menu], room: Sequence[int]) -> list[M
     The layers that can give most in return come first, so with one budget no fewer would do.
     """
 
-    def least(menu: Menu) -> list[int]:
-        return [min([c, *(o.cost(1)[u] for o in menu.offers)]) for u, c in enumerate(menu.dense.cost)]
-
     gains = [
-        sum((a - b) / max(1, r) for a, b, r in zip(least(one), least(other), room, strict=True))
+        sum((a - b) / max(1, r) for a, b, r in zip(_least(one), _least(other), room, strict=True))
         for one, other in zip(faster, every, strict=True)
     ]
     offered = list(faster)
@@ -141,6 +140,11 @@ def _freed(faster: list[Menu], every: list[Menu], room: Sequence[int]) -> list[M
         if combine([m.at(math.inf) for m in offered], room) is not None:
             break
     return offered
+
+
+def _least(menu: Menu) -> list[int]:
+    """The least that the layer can cost, in each unit on its own."""
+    return [min([c, *(o.cost(1)[u] for o in menu.offers)]) for u, c in enumerate(menu.dense.cost)]
 
 
 def _given_up(table: Table, faster: list[Menu], offered: list[Menu], points: list[Point]) -> list[str]:
@@ -280,20 +284,4 @@ def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str
         error={m: float(e) for m, e in error.items()},
         before=Cost(layer.params, layer.macs),
         after=_cost(layer, point),
-    )
-
-
-def _cannot_be_met(table: Table, offered: list[Menu], limits: dict[str, int], fixed: list[int]) -> BudgetError:
-    """Say what is asked and the least that is possible, for each unit on its own."""
-    parts = []
-    for i, (name, limit) in enumerate(limits.items()):
-        unit = UNITS[name]
-        least = fixed[i] + sum(min([m.dense.cost[i], *(o.cost(1)[i] for o in m.offers)]) for m in offered)
-        keep = unit.keep_for(least, unit.total(table.coverage, table.times))  # whoever asks for it gets it
-        asked, possible = unit.amount(limit), unit.show(least)
-        parts.append(f"at most {asked} are asked for and the least possible is {possible} (keep {keep:.4f})")
-    together = "" if len(parts) == 1 else ", each on its own"
-    return BudgetError(
-        f"the budget cannot be met: {'; '.join(parts)}{together}; raise the budget, or allow more options "
-        f"(folds, slices, fewer excluded layers)"
     )

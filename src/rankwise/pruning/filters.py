@@ -89,6 +89,8 @@ def plan_filters(
     probe = random_copy(model)
     channels = find_channels(model, example, coverage, probe)
     assert example is not None, "it is needed to find channels"
+    if channels.free and not _fits(channels, channels.free, [1] * len(channels.free), limits):
+        raise _cannot_be_met(channels, channels.free, limits)  # before anything is looked at
     groups, scores, unseen = _scored(model, data, channels, settings)
     if not groups:
         first = next((f"{g.names('out')[0]}: {g.reason}" for g in channels.fixed), "it has no layers")
