@@ -10,6 +10,7 @@ import pytest
 
 from rankwise.__main__ import main
 from rankwise.planning.plan import Plan
+from rankwise.reports.curves import panels
 from rankwise.studies import cell as cells
 from rankwise.studies import runner, workers
 from rankwise.studies.study import Study, fill_in
@@ -158,6 +159,27 @@ def test_rounds(tmp_path: Path) -> None:
         assert "retrained" in row
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"retrain": [0, 0.5]}, {"mode": "iterate", "retrain": 0.5, "keeps": {"alpha": 0.8, "count": 1}}],
+    ids=["oneshot", "iterate"],
+)
+def test_networks_are_timed_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """Every row then has its time beside the original's, and a report draws it."""
+    monkeypatch.setattr(cells, "SECONDS", (0.0, 0.0))
+    run(make(**{"methods": ["svd"], "keeps": [0.4], "timing": "batch=3,repeats=2", **changes}), tmp_path)
+    rows = results.read_rows(tmp_path)
+    assert len(rows) == len(make(**{"methods": ["svd"], "keeps": [0.4], **changes}).cells())
+    for row in rows:
+        found = row["time"]
+        assert found["ratio"] == found["small"] / found["dense"] > 0
+        assert (found["batch"], found["layout"]) == (3, "contiguous")
+    points = [p for panel in panels(rows) for stage in panel.stages for line in stage.lines for p in line.points]
+    assert all(point.cut["latency"] is not None for point in points)
+
+
 def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     study = str(toml(tmp_path / "quick.toml"))
     out = ["--out", str(tmp_path / "results")]
@@ -171,6 +193,10 @@ def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert main(["run", study, *out, "--workers", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (len(found["done"]), len(found["before"])) == (2, 2)
+    assert main(["run", study, *out, "--timing", "batch=many"]) == 2
+    assert "is not understood" in capsys.readouterr().err
+    assert main(["run", study, *out, "--timing", "batch=2", "--dry-run", "--json"]) == 0
+    assert {entry["status"] for entry in json.loads(capsys.readouterr().out)["list"]} == {"missing"}
     assert main(["run", study, *out, "--dry-run", "--json"]) == 0
     assert {entry["status"] for entry in json.loads(capsys.readouterr().out)["list"]} == {"done"}
     for form, sign in (("md", "| keep |"), ("csv", "keep,"), ("latex", r"\begin{tabular}")):

@@ -26,8 +26,8 @@ from rankwise.pruning.trials import OUTPUT
 from rankwise.surgery import checkpoint
 from rankwise.surgery.coverage import EXCLUDED, OTHER_KIND
 from rankwise.surgery.forward import Example, run_example, side_of, tensors_of, undisturbed
-from rankwise.timing.clock import Timing, time_networks
-from rankwise.timing.load import conditions
+from rankwise.timing.clock import Timing
+from rankwise.timing.load import compare
 from rankwise.training.evaluate import evaluate as score
 from rankwise.training.forecast import can_forecast, forecast
 from rankwise.training.limits import ROUNDS, Trial
@@ -54,7 +54,7 @@ class Finished:
     trials: list[Trial] | None = None
     expected: dict[str, Any] | None = None
     scores: dict[str, Any] | None = None
-    time: dict[str, float] | None = None
+    time: dict[str, Any] | None = None
     verified: str | None = None
     out: Path | None = None
 
@@ -105,18 +105,11 @@ def compressed(job: Compression, asked: Budget | None, limit: Limit | None, want
     return Finished(plan, trials, None, scores, _timed(job, small), verified, wanted.out)
 
 
-def _timed(job: Compression, small: nn.Module) -> dict[str, float] | None:
-    """Seconds of both networks, measured in turns, and their ratio; None where no input is known.
-
-    Where the machine was busy at that time, its load and cores and the spread of the runs stand beside them.
-    """
+def _timed(job: Compression, small: nn.Module) -> dict[str, Any] | None:
+    """What both networks take; None where no input is known."""
     if job.example is None:
         return None
-    how = job.request.timing or Timing()
-    runs = time_networks([job.model, small], job.example, how, *SECONDS)
-    dense, now = (one.median for one in runs)
-    seen = conditions(runs)
-    return {"dense": dense, "small": now, "ratio": now / dense, **(seen.to_json() if seen.busy else {})}
+    return compare(job.model, small, job.example, job.request.timing or Timing(), *SECONDS)
 
 
 def check_strict(job: Compression) -> None:

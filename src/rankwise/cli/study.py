@@ -42,6 +42,10 @@ def run(
         int | None, typer.Option("--workers", metavar="N", help="Processes on this machine; its cores unless given.")
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Another seed for the first repeat.")] = None,
+    timing: Annotated[
+        str | None,
+        typer.Option("--timing", metavar="T", help="Time every network beside the original, such as batch=32."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="What happens anyway: what is done stays done.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed cells again, too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and an estimate; run nothing.")] = False,
@@ -51,11 +55,15 @@ def run(
     from rankwise.cli.cells import engine, print_estimate, watched_run
     from rankwise.studies.study import asks, fill_in
     from rankwise.studies.study_file import read_study
+    from rankwise.timing.clock import read_timing
 
     if workers is not None and workers < 1:
         raise RankwiseError(f"--workers {workers} was given: give 1 or more")
     chosen = read_study(study)
     chosen = chosen if seed is None else replace(chosen, seed=seed)
+    if timing is not None:
+        read_timing(timing)
+        chosen = replace(chosen, timing=timing)
     folder = str(out or Path("results") / chosen.name)
     if dry_run:
         known = data or weights or not asks(chosen)

@@ -33,8 +33,12 @@ from rankwise.studies.reference import Reference, images, open_reference, score,
 from rankwise.studies.store import lock
 from rankwise.studies.study import Cell
 from rankwise.surgery import checkpoint
+from rankwise.timing.clock import read_timing
+from rankwise.timing.load import compare
 from rankwise.training import steps
 from rankwise.training.results import FORMAT, ROWS, provenance, write_row
+
+SECONDS = (0.5, 3.0)  # to time a network for: at least, and when three runs must do
 
 
 def run_cell(cell: Cell, out: str) -> None:
@@ -101,6 +105,7 @@ def _measured(cell: Cell, out: Path) -> dict[str, Any]:
     reference = open_reference(cell, out)
     found = _round(cell, out, reference) if cell.mode == "iterate" else _one_shot(cell, out, reference)
     plan: Plan = found.pop("plan")
+    small: nn.Module | Path = found.pop("network")
     files.make_folder(out / "plans")
     plan.save(out / "plans" / f"{cell.name}.json")
     keep = plan.after.params / reference.params
@@ -115,6 +120,7 @@ def _measured(cell: Cell, out: Path) -> dict[str, Any]:
         "reference": reference.score,
         **found,
         **({"warnings": list(plan.warnings)} if plan.warnings else {}),
+        **({"time": _time(cell, reference, small, out)} if cell.timing else {}),
         "plan": f"plans/{cell.name}.json",
         "spectra": f"spectra/{reference.name}.json",
         "weights": reference.weights.relative_to(out).as_posix(),
@@ -130,7 +136,8 @@ def _one_shot(cell: Cell, out: Path, reference: Reference) -> dict[str, Any]:
             small, plan = compressed(cell, out, reference)
         with _timed() as scoring:
             after = score(small, cell)
-        return {"plan": plan, "compressed": after, "seconds": {"compress": seconds[0], "score": scoring[0]}}
+        spent = {"compress": seconds[0], "score": scoring[0]}
+        return {"plan": plan, "network": small, "compressed": after, "seconds": spent}
     work = out / "work" / cell.name
     note = work / "compress.json"
     if not note.is_file():
@@ -142,6 +149,7 @@ def _one_shot(cell: Cell, out: Path, reference: Reference) -> dict[str, Any]:
     spent = {"compress": files.parse(files.read(note), str(note))["seconds"], **row["seconds"]}
     return {
         "plan": checkpoint.read_plan(work / "small"),
+        "network": work / "small",
         "compressed": row["compressed"],
         "retrained": row["retrained"],
         "seconds": spent,
@@ -159,7 +167,21 @@ def _round(cell: Cell, out: Path, reference: Reference) -> dict[str, Any]:
         rows = steps.iterate(reference.spec, _run(cell, work), rounds, reference.weights)
         plan = checkpoint.read_plan(work / f"round-{cell.round}")
     row = rows[-1]
-    return {"plan": plan, "compressed": row["compressed"], "retrained": row["retrained"], "seconds": row["seconds"]}
+    scores = {when: row[when] for when in ("compressed", "retrained")}
+    return {"plan": plan, "network": work / f"round-{cell.round}", **scores, "seconds": row["seconds"]}
+
+
+def _time(cell: Cell, reference: Reference, small: nn.Module | Path, out: Path) -> dict[str, Any]:
+    """What the network, or the one in a folder, takes beside the original one, measured in turns.
+
+    One cell at a time: two clocks at once would measure each other.
+    """
+    network = checkpoint.load(small, reference.network) if isinstance(small, Path) else small
+    how = read_timing(cell.timing)
+    with lock(out / "work" / "clock.lock"):
+        found = compare(reference.network, network, reference.example, how, *SECONDS)
+    batch = how.batch or reference.example.shape[0]
+    return {**found, "batch": batch, "threads": how.to_json()["threads"], "layout": how.layout}
 
 
 def _run(cell: Cell, folder: Path) -> steps.Run:

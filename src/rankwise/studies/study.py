@@ -97,6 +97,7 @@ class Cell:
     calibrate: int
     split: str
     round: int = 0
+    timing: str = ""  # how its network is timed beside the original one; empty: it is not
 
     @property
     def images(self) -> int:
@@ -111,7 +112,8 @@ class Cell:
     @cached_property
     def name(self) -> str:
         """Readable, and with a hash of all that decides the result: where files lie does not."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "study"}
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("study", "timing")}
+        own |= {"timing": self.timing} if self.timing else {}  # as it was before there were times
         what = digest({**own, "network": self.network.identity, "entry": self.entry.identity})
         keep = f"round{self.round}" if self.round else f"{self.unit}{self.asked:.4g}"
         title = f"{_slug(self.network.model)}-{_slug(self.entry.label)}-{keep}"
@@ -132,6 +134,7 @@ class Study:
     seed: int = 0
     calibrate: int = 256
     split: str = "test"
+    timing: str = ""
 
     def cells(self) -> list[Cell]:
         """Grouped by network and repeat, so that cells in a row share their reference network."""
@@ -149,6 +152,7 @@ class Study:
                 calibrate=self.calibrate,
                 split=self.split,
                 round=i if self.mode == "iterate" else 0,
+                timing=self.timing,
             )
             for network in self.networks
             for repeat in range(self.repeats)

@@ -14,6 +14,7 @@ from rankwise.methods import settings_for
 from rankwise.models.spec import parse
 from rankwise.planning.units import PARAMS, UNITS
 from rankwise.studies.study import MODES, Entry, Study, StudyNetwork
+from rankwise.timing.clock import read_timing
 from rankwise.training.recipes import change, get_recipe
 
 _STUDY = [
@@ -25,6 +26,7 @@ _STUDY = [
     "seed",
     "calibrate",
     "split",
+    "timing",
     "keeps",
     "retrain",
     "methods",
@@ -71,6 +73,7 @@ def make_study(data: dict[str, Any], name: str, where: str) -> Study:
         seed=_count(data, "seed", 0, where, least=0),
         calibrate=_count(data, "calibrate", 256, where),
         split=files.typed(data.get("split", "test"), str, f"'split' of {where}"),
+        timing=_timing(data.get("timing", ""), where),
     )
     _check(study, where)
     return study
@@ -174,6 +177,15 @@ def _entry(value: object, where: str) -> Entry:
     except RankwiseError as err:
         raise RankwiseError(f"the method {label!r} of {where}: {err}") from None
     return Entry(method, label, value, recover, calibrate)
+
+
+def _timing(value: object, where: str) -> str:
+    text: str = files.typed(value, str, f"'timing' of {where}")
+    try:
+        read_timing(text)
+    except RankwiseError as err:
+        raise RankwiseError(f"'timing' of {where}: {err}") from None
+    return text
 
 
 def _shares(value: object, mode: str, where: str) -> tuple[float, ...]:

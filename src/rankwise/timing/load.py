@@ -1,14 +1,30 @@
-"""Whether a machine was busy while something was timed: its load against its cores, and the spread between runs."""
+"""Two networks beside each other, and whether the machine was busy: its load against its cores, the spread of runs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from rankwise.planning.times import Conditions
-from rankwise.timing.clock import Measured
+from rankwise.surgery.forward import Example
+from rankwise.timing.clock import Measured, Timing, time_networks
+
+
+def compare(
+    dense: nn.Module, small: nn.Module, example: Example, how: Timing, least: float = 0.0, most: float = 20.0
+) -> dict[str, Any]:
+    """Seconds of both networks, measured in turns for `least` to `most` seconds, and their ratio.
+
+    Where the machine was busy at that time, its load and cores and the spread of the runs stand beside them.
+    """
+    runs = time_networks([dense, small], example, how, least, most)
+    before, after = (one.median for one in runs)
+    seen = conditions(runs)
+    return {"dense": before, "small": after, "ratio": after / before, **(seen.to_json() if seen.busy else {})}
 
 
 def conditions(runs: Sequence[Measured]) -> Conditions:

@@ -90,7 +90,7 @@ const WORDS = {
   share: "share of the epochs retrained", epochs: "epochs retrained", compress: "to compress", score: "to score", retrain: "to retrain", train: "to train", all: "in all",
   plan: "file of the plan", spectra: "file of the spectra", weights: "file of the weights", ratio: "compressed ÷ original", measured: "measured on the network itself",
   error: "error measure", starts: "random starts", never_slower: "never slower", rank_multiple: "ranks are multiples of", retrained: "retrained",
-  before: "before", after: "after", dense: "original", small: "compressed", inputs: "inputs looked at",
+  before: "before", after: "after", dense: "original (seconds)", small: "compressed (seconds)", load: "processes that wanted to run", inputs: "inputs looked at",
 };
 const wordsFor = (key) => (Object.hasOwn(WORDS, key) ? WORDS[key] : key.replace(/_/g, " "));
 /** Any value of a row in words: numbers to four digits, lists with commas. */
