@@ -15,8 +15,10 @@ from torch import nn
 from rankwise.compression import Compression, Request
 from rankwise.compression.one_call import split_options
 from rankwise.compression.request import CompressOptions
+from rankwise.data.named import load_for
 from rankwise.data.splits import Split
 from rankwise.data.splits import load as load_data
+from rankwise.data.text import TextSplit, default_split
 from rankwise.deploy.bench import BenchJob
 from rankwise.deploy.bench import bench as run_bench
 from rankwise.deploy.export import export
@@ -28,11 +30,12 @@ from rankwise.surgery.forward import Example, side_of
 from rankwise.surgery.replace import need_module
 from rankwise.training import limits, steps
 from rankwise.training.evaluate import Score
-from rankwise.training.evaluate import evaluate as score
 from rankwise.training.forecast import Forecast
 from rankwise.training.forecast import forecast as make_forecast
 from rankwise.training.loop import TrainingWatch
+from rankwise.training.perplexity import TextScore
 from rankwise.training.recipes import change, get_recipe
+from rankwise.training.scores import score_of
 
 __all__ = ["bench", "evaluate", "export", "forecast", "retrain", "smallest"]
 
@@ -40,19 +43,23 @@ Metric = Callable[[nn.Module], float]  # from a network, in eval mode, to a numb
 
 
 def evaluate(
-    model: nn.Module, data: Split | str, split: str = "test", limit: int | None = None, size: int | None = None
-) -> Score:
-    """How often a classifier is right on labelled images.
+    model: nn.Module,
+    data: Split | TextSplit | str,
+    split: str | None = None,
+    limit: int | None = None,
+    size: int | None = None,
+) -> Score | TextScore:
+    """How often a classifier is right on labelled images, or the perplexity of a language model on a text.
 
     Args:
         model: the network; it is scored in eval mode, on its device, and left as it was.
-        data: the name of a data set ("digits", "parquet:FOLDER", "imagefolder:FOLDER" …), or a split that was loaded.
-        split: which part of the data set.
-        limit: only so many images, evenly spaced.
-        size: the side of the images that the network takes.
+        data: the name of a data set ("digits", "imagefolder:FOLDER", "text:FILE" …), or a split that was loaded.
+        split: which part of the data set; "test" unless given, and "all" of a single text file.
+        limit: only so many images or windows of text, evenly spaced.
+        size: the side of the images, or the tokens of the windows, that the network takes.
 
     Returns:
-        A `Score` with n, top1, top5 (percent) and loss.
+        A `Score` with n, top1, top5 (percent) and loss; for text perplexity and loss with their standard errors.
 
     >>> import rankwise as rw
     >>> found = rw.evaluate(rw.networks.build("digits-cnn"), "digits", limit=100)
@@ -60,7 +67,9 @@ def evaluate(
     (100, True)
     """
     need_module(model)
-    return score(model, load_data(data, split, size=size) if isinstance(data, str) else data, limit=limit)
+    if isinstance(data, str):
+        data = load_for(model, data, split or default_split(data), size)
+    return score_of(model, data, limit)
 
 
 class RetrainOptions(TypedDict, total=False):

@@ -15,7 +15,7 @@ from rankwise.calibration.activations import Data, each_input_moments, output_mo
 from rankwise.core.layer import Coverage
 from rankwise.core.slicing import Folds, Slices
 from rankwise.data.loaders import clean
-from rankwise.data.splits import load as load_data
+from rankwise.data.named import load_for
 from rankwise.decompositions import DECOMPOSITIONS, NOTHING, OUTPUTS, PLAIN, Target, of
 from rankwise.decompositions.base import relative
 from rankwise.decompositions.output_error import variance
@@ -260,9 +260,9 @@ def calibration(
     part: int | str | None = None,
     count: int = 256,
 ) -> Data | None:
-    """Inputs out of what is given (data/loaders.py), or for a name such as "digits" evenly spaced training images."""
+    """Inputs out of what is given (data/loaders.py), or for a name such as "digits" evenly spaced training inputs."""
     if isinstance(data, str):
-        return load_data(data, "calibration", size=side_of(example)).thin(count)
+        return load_for(model, data, "calibration", side_of(example)).thin(count)
     return None if data is None else cast(Data, clean(data, model, example, part))
 
 

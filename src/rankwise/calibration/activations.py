@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise.calibration.padding import without_padding
 from rankwise.core.layer import Layer
 from rankwise.core.moments import Moments
 from rankwise.errors import RankwiseError
@@ -231,11 +232,15 @@ def check_some(batches_seen: int) -> None:
 
 
 def batches(data: Data) -> Iterator[Example]:
-    """Inputs one by one: a tensor is one batch, a split of `rankwise.data` gives its images without labels."""
+    """Inputs one by one: a tensor is one batch, a split of `rankwise.data` gives its images without labels.
+
+    Padded batches of text are cut into batches without padding (padding.py).
+    """
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Labelled):
         for inputs, _ in data.batches(128):
             yield inputs
     else:
-        yield from data
+        for batch in data:
+            yield from without_padding(batch)

@@ -26,6 +26,7 @@ CALIBRATION, SYNTHETIC, NOISE = "calibration", "synthetic", "noise"
 SHRINKAGE = 0.1  # of moments of inputs that are not data, towards the identity, at least
 ENTRIES = 1 << 21  # of a batch of images: 13 of 3×224×224
 MOST_AT_ONCE = 256  # samples of a batch
+TOKENS = 2048  # of a batch of texts: a vocabulary of 32,000 makes 262 MB of them
 FEWEST = 12  # samples: with fewer, all of them are in the halves
 ASIDE, MOST_ASIDE = 12, 64  # one of so many samples is in `check`, another one in `last`; at most so many
 
@@ -49,7 +50,7 @@ class Portion:
         size, shape = 0, None
         for number, rows in self.rows:
             batch = self.sources[number]
-            kind = (batch.shape[1:], batch.dtype) if isinstance(batch, Tensor) and samples_in(batch) > 0 else None
+            kind = _kind(batch) if samples_in(batch) > 0 else None
             most = _at_once(batch, entries)
             for some in torch.split(rows, most):
                 if joined and (kind is None or kind != shape or size + len(some) > most):
@@ -63,7 +64,7 @@ class Portion:
     def together(self) -> Example:
         """All samples as one batch; what `pieces` gives can be joined."""
         parts = [_take(self.sources[number], rows) for number, rows in self.rows]
-        return _laid_out(parts[0] if len(parts) == 1 else torch.cat(parts))  # type: ignore[arg-type]
+        return _laid_out(parts[0] if len(parts) == 1 else _joined(parts))
 
     def __len__(self) -> int:
         return sum(len(rows) for _, rows in self.rows)
@@ -177,10 +178,30 @@ def _by_batch(samples: Tensor, sizes: list[int]) -> Rows:
 def _at_once(batch: Example, entries: int) -> int:
     """So many samples like those of a batch run at once: gradients of all layers are held."""
     count = max(1, samples_in(batch))
+    if isinstance(batch, Mapping) and _kind(batch) is not None:
+        tokens = sum(t.numel() for t in batch.values() if not t.is_floating_point()) // count
+        return max(1, TOKENS // tokens) if tokens else count
     if not isinstance(batch, Tensor) or batch.ndim != 4:
         return count
     each = batch.numel() // count
     return max(1, min(MOST_AT_ONCE, entries // max(1, each)))
+
+
+def _kind(batch: Example) -> object:
+    """Batches of one kind can be joined: tensors of equal shapes but for their first size, alone or by equal names."""
+    if isinstance(batch, Tensor):
+        return batch.shape[1:], batch.dtype
+    if isinstance(batch, Mapping) and all(isinstance(value, Tensor) and value.ndim for value in batch.values()):
+        return tuple((key, value.shape[1:], value.dtype) for key, value in batch.items())
+    return None
+
+
+def _joined(parts: list[Example]) -> Example:
+    """What `_kind` says can be joined."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {key: torch.cat([part[key] for part in parts if isinstance(part, Mapping)]) for key in first}
+    return torch.cat(parts)  # type: ignore[arg-type]
 
 
 def _take(batch: Example, rows: Tensor) -> Example:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rankwise.cli import output
-from rankwise.cli.options import BaseOpt, ExcludeOpt, InputOpt, JsonOpt, ModelArg, SplitOpt, WeightsOpt
+from rankwise.cli.options import BaseOpt, ExcludeOpt, InputOpt, JsonOpt, ModelArg, WeightsOpt
 
 
 def inspect(
@@ -47,32 +47,45 @@ def inspect(
 
 def evaluate(
     model: ModelArg,
-    data: Annotated[str, typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER …")],
-    split: SplitOpt = "test",
+    data: Annotated[str, typer.Option("--data", metavar="D", help="digits, imagefolder:FOLDER, text:FILE …")],
+    split: Annotated[
+        str | None, typer.Option("--split", help="Split of the data: test, or all of a text file, unless given.")
+    ] = None,
     weights: WeightsOpt = None,
     base: BaseOpt = None,
-    size: Annotated[int | None, typer.Option("--size", help="Side of the images that the network takes.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", help="Only so many images, evenly spaced.")] = None,
+    size: Annotated[
+        int | None,
+        typer.Option("--size", "--input", help="Side of the images, or tokens of the windows, that the network takes."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Only so many images or windows, evenly spaced.")] = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Accuracy of a network, or of a folder that `compress` wrote.
+    """Accuracy, or perplexity on text, of a network or of a folder that `compress` wrote.
 
     Of a folder that `iterate` wrote, the network of its last round is scored.
     """
+    from rankwise.cli import show
     from rankwise.cli.flags import open_model, random_weights
+    from rankwise.data.named import load_for
     from rankwise.data.splits import load as load_data
-    from rankwise.training.evaluate import evaluate as score
+    from rankwise.data.text import default_split, is_text
+    from rankwise.training.perplexity import TextScore
+    from rankwise.training.scores import score_of
 
-    images = load_data(data, split, size=size)
+    split = split or default_split(data)
+    images = None if is_text(data) else load_data(data, split, size=size)  # said before the network is opened
     network = open_model(model, weights, base)
     with output.progress("evaluating"):
-        found = score(network, images, limit=limit)
+        found = score_of(network, images or load_for(network, data, split, size), limit)
     random = random_weights(model) if weights is None else ""
     if random:
         output.warn(random)
     if as_json:
         said = {"random_weights": True} if random else {}
         output.print_json({"model": model, "data": data, "split": split, **found.to_json(), **said})
+        return
+    if isinstance(found, TextScore):
+        output.console().print(f"{show.perplexity(found)} ({data}, {split})")
         return
     top5 = "" if found.top5 is None else f", top-5 {found.top5:.2f} %"
     top5 += "" if found.miou is None else f", mean IoU {found.miou:.2f} %"

@@ -8,20 +8,26 @@ from typing import Annotated
 import typer
 
 ModelArg = Annotated[
-    str, typer.Argument(metavar="MODEL", help="resnet20, torchvision:NAME, timm:NAME, file.py:factory, or a folder.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="resnet20, torchvision:NAME, timm:NAME, hf:FOLDER, file.py:factory, or a folder."
+    ),
 ]
 WeightsOpt = Annotated[
     Path | None, typer.Option("--weights", metavar="FILE", help="Weights: .safetensors, or a .pth/.th state dict.")
 ]
 InputOpt = Annotated[
-    str | None, typer.Option("--input", metavar="SHAPE", help="Shape of an example input, such as 1,3,224,224.")
+    str | None,
+    typer.Option(
+        "--input", metavar="SHAPE", help="Shape of an example input, such as 1,3,224,224, or tokens of a text."
+    ),
 ]
 ExcludeOpt = Annotated[
     list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave these layers alone; may be repeated.")
 ]
 DataOpt = Annotated[
     str | None,
-    typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER, voc:FOLDER or hub:NAME."),
+    typer.Option("--data", metavar="D", help="digits, parquet:FOLDER, imagefolder:FOLDER, text:FILE, jsonl:FILE …"),
 ]
 SplitOpt = Annotated[str, typer.Option("--split", help="Split of the data.")]
 BaseOpt = Annotated[

@@ -15,8 +15,9 @@ from rankwise.api import Metric, smallest_for
 from rankwise.cli import output, show
 from rankwise.cli.asked import Limit
 from rankwise.compression import Compression
+from rankwise.data.named import load_for
 from rankwise.data.splits import Split
-from rankwise.data.splits import load as load_data
+from rankwise.data.text import TextSplit
 from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
@@ -28,9 +29,9 @@ from rankwise.surgery.coverage import EXCLUDED, OTHER_KIND
 from rankwise.surgery.forward import Example, run_example, side_of, tensors_of, undisturbed
 from rankwise.timing.clock import Timing
 from rankwise.timing.load import compare
-from rankwise.training.evaluate import evaluate as score
 from rankwise.training.forecast import can_forecast, forecast
 from rankwise.training.limits import ROUNDS, Trial
+from rankwise.training.scores import has_score, score_of
 
 SECONDS = (1.0, 4.0)  # to time the networks for: at least, and when three runs must do
 
@@ -79,16 +80,18 @@ def interruptible(out: Path | None) -> Iterator[None]:
 
 def compressed(job: Compression, asked: Budget | None, limit: Limit | None, wanted: Wanted) -> Finished:
     """Plan, build, recover, finish, score, write: what the flags ask for."""
-    test, before = None, None
+    test: Split | TextSplit | None = None
+    before = None
     if wanted.data is not None:  # read and scored first: what does not fit is said before anything is planned
-        test = load_data(wanted.data, wanted.split, size=side_of(job.example))
-        before = score(job.model, test).to_json()
+        found = load_for(job.model, wanted.data, wanted.split, side_of(job.example))
+        test = found if has_score(found) else None
+        before = None if test is None else score_of(job.model, test).to_json()
     trials = None
     if limit is None:
         plan = job.plan(asked)
         if wanted.strict:
             check_pruned(plan)
-        if wanted.dry_run and test is not None and can_forecast(plan, job.seen(plan)):
+        if wanted.dry_run and isinstance(test, Split) and can_forecast(plan, job.seen(plan)):
             return Finished(plan, expected=forecast(job.model, plan, job.seen(plan), test).to_json())
         small, plan = job.build(plan)
         plan = job.recover_(small, plan)
@@ -97,7 +100,7 @@ def compressed(job: Compression, asked: Budget | None, limit: Limit | None, want
         small, plan, trials = _within(job, limit)
         if wanted.strict:
             check_pruned(plan)
-    scores = None if test is None else {"before": before, "after": score(small, test).to_json()}
+    scores = None if test is None else {"before": before, "after": score_of(small, test).to_json()}
     if wanted.dry_run or wanted.out is None:
         return Finished(plan, trials, None, scores)
     checkpoint.save(small, plan, wanted.out)
@@ -154,8 +157,11 @@ def verify(folder: Path, small: nn.Module, original: nn.Module, example: Example
 
 
 def _within(job: Compression, limit: Limit) -> tuple[nn.Module, Plan, list[Trial]]:
-    """The smallest network that loses at most so much of the metric, or of accuracy on the validation split."""
-    metric = limit.metric or _accuracy(load_data(limit.data or "", "val", size=side_of(job.example)))
+    """The smallest network that loses at most so much of the metric, or of its score on the validation split."""
+    metric, higher = limit.metric, not limit.lower_is_better
+    if metric is None:
+        held_out = load_for(job.model, limit.data or "", "val", side_of(job.example))
+        metric, higher = _score(held_out), isinstance(held_out, Split)
     if isinstance(job.settings, Settings):
         job.check()
         job.basis(Budget(**{limit.unit: 1.0}))  # before the bar of the search is shown
@@ -167,11 +173,11 @@ def _within(job: Compression, limit: Limit) -> tuple[nn.Module, Plan, list[Trial
             report(show.trial(trial, limit.unit), len(tried), ROUNDS)
 
         report("", 0, ROUNDS)
-        return smallest_for(job, metric, limit.most, limit.unit, not limit.lower_is_better, tell)
+        return smallest_for(job, metric, limit.most, limit.unit, higher, tell)
 
 
-def _accuracy(images: Split) -> Metric:
-    return lambda network: score(network, images).main
+def _score(held_out: Split | TextSplit) -> Metric:
+    return lambda network: score_of(network, held_out).main
 
 
 def print_outcome(done: Finished, split: str) -> None:

@@ -14,6 +14,7 @@ from rankwise.planning.times import Conditions
 from rankwise.planning.units import UNITS
 from rankwise.reports.curves import panels
 from rankwise.training.limits import Trial
+from rankwise.training.perplexity import TextScore
 
 
 def coverage_grid(coverage: Coverage, title: str) -> Grid:
@@ -114,6 +115,18 @@ def measured_time(time: dict[str, float]) -> str:
     return f"{said}; {seen.sentence}: time it again when it is quiet (rankwise bench)"
 
 
+def perplexity(found: TextScore) -> str:
+    """The score of a text in a sentence, with standard errors."""
+    loss, whole = (
+        "" if error is None else f" ± {error:.{digits}f}"
+        for error, digits in ((found.loss_error, 4), (found.perplexity_error, 3))
+    )
+    return (
+        f"perplexity {found.perplexity:.3f}{whole}, loss {found.loss:.4f}{loss} on {found.tokens:,} tokens in "
+        f"{found.n:,} windows of {found.length}"
+    )
+
+
 def expectation(expected: dict[str, Any], split: str) -> str:
     """A forecast in a sentence."""
     return (
@@ -176,7 +189,11 @@ def before_after_grid(plan: Plan, scores: dict[str, Any] | None = None) -> Grid:
             cut = f"{unit.removed} {100 * (1 - after / before):.1f} %".lstrip()
             shown = [unit.recorded(before), unit.recorded(after)]
             grid.add_row(unit.title or unit.name, *shown, f"{after / before:.4f}", cut)
-    if scores:
+    if scores and "perplexity" in scores["before"]:
+        for name in ("perplexity", "loss"):
+            before, after = scores["before"][name], scores["after"][name]
+            grid.add_row(name, f"{before:.4g}", f"{after:.4g}", "", f"{after - before:+.4g}")
+    elif scores:
         before, after = scores["before"]["top1"], scores["after"]["top1"]
         grid.add_row("top-1", f"{before:.2f} %", f"{after:.2f} %", "", f"{after - before:+.2f}")
     return grid

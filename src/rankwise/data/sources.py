@@ -41,12 +41,37 @@ def parquet(place: str) -> Source:
     """Files belong to the split that their name begins with, or that the folder they are in is called."""
     found: dict[str, list[str]] = {}
     for path in sorted(_folder(place).rglob("*.parquet")):
-        found.setdefault(_split_of(path), []).append(escape(str(path)))
+        found.setdefault(split_of(path), []).append(escape(str(path)))
     if not found:
         raise RankwiseError(f"{place} holds no .parquet file: give a folder with train.parquet, test.parquet")
     if not set(found) & set(_SPLIT_NAMES.values()):
         found = {"train": [path for paths in found.values() for path in paths]}
     return Source(tuple(found), lambda split: _read("parquet", place, {split: found[split]}, split))
+
+
+def holds_text(place: str, columns: tuple[str, ...]) -> bool:
+    """Whether the first parquet file of a folder has one of these columns, and none with images."""
+    first = next(iter(sorted(Path(place).rglob("*.parquet"))), None) if Path(place).is_dir() else None
+    if first is None:
+        return False
+    with _one_sentence(f"parquet:{place}", "check or replace its files"):
+        names = _arrow().ParquetFile(first).schema_arrow.names
+    return not set(_IMAGE_COLUMNS) & set(names) and bool(set(columns) & set(names))
+
+
+def column_of(path: Path, columns: tuple[str, ...]) -> Iterator[str]:
+    """The texts in the first of these columns that a parquet file has."""
+    with _one_sentence(str(path), "check or replace it"):
+        file = _arrow().ParquetFile(path)
+        wanted = next((name for name in columns if name in file.schema_arrow.names), None)
+    if wanted is None:
+        raise RankwiseError(f"{path} has no column of text: call it {' or '.join(columns)}")
+    for batch in file.iter_batches(columns=[wanted]):
+        yield from (str(text) for text in batch.column(0).to_pylist() if text is not None)
+
+
+def _arrow() -> Any:
+    return need("pyarrow.parquet", extra="train", purpose="reading parquet files")
 
 
 def imagefolder(place: str) -> Source:
@@ -138,9 +163,9 @@ def _folder(place: str) -> Path:
     return path.resolve()
 
 
-def _split_of(path: Path) -> str:
+def split_of(path: Path) -> str:
     """
-    >>> _split_of(Path("data/validation-00000-of-00002.parquet")), _split_of(Path("test/0000.parquet"))
+    >>> split_of(Path("data/validation-00000-of-00002.parquet")), split_of(Path("test/0000.parquet"))
     ('val', 'test')
     """
     start = path.stem.lower().split("-")[0]

@@ -29,6 +29,7 @@ from rankwise.errors import RankwiseError, need
 
 PARTS = ("fit", "calibration", "stop")  # the paper's 90/5/5 %
 VOC_SIDE = 513
+TEXT = ("text", "jsonl")  # data of other kinds of networks (text.py)
 
 _SEED = 0
 _MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
@@ -105,8 +106,12 @@ def load(spec: str, split: str = "test", *, size: int | None = None, seed: int =
     if spec == "digits":
         return _digits(split, size, seed)
     kind, _, place = spec.partition(":")
+    if kind in TEXT:
+        raise RankwiseError(f"{spec} is text, and images with labels are needed here: give imagefolder:FOLDER")
     if kind not in SOURCES or not place:
-        known = ", ".join(["digits", *(f"{k}:{what}" for k, (_, what) in SOURCES.items())])
+        known = ", ".join(
+            ["digits", *(f"{k}:{what}" for k, (_, what) in SOURCES.items()), *(f"{k}:FILE" for k in TEXT)]
+        )
         raise RankwiseError(f"unknown data {spec!r}: give one of {known}")
     rows = _rows(spec, split, seed)
     if rows.masks is None:

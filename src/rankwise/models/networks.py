@@ -41,7 +41,7 @@ def build(spec: str, *, allow_code: bool = True, base: str | None = None) -> nn.
     """The network of a MODEL specification, on the CPU.
 
     Weights are random unless it is a folder, a factory that loads its own, or a specification that asks for trained
-    ones (`torchvision:NAME?weights=DEFAULT`, `timm:NAME?pretrained`).
+    ones (`torchvision:NAME?weights=DEFAULT`, `timm:NAME?pretrained`, `hf:FOLDER`).
 
     `base`, for a folder only, is the network to rebuild instead of the one that the folder's plan.json
     names. A folder may come from anywhere, so code that its plan names is never run: such a network has to
@@ -119,6 +119,10 @@ def _build(spec: Spec, allow_code: bool, base: str | None, seen: tuple[Path, ...
         if not allow_code:
             raise RankwiseError(f"{spec.text!r} would run code from a file, which is switched off here")
         return factory.call_from_file(spec)
+    if spec.kind == "hf":
+        from rankwise.models import huggingface
+
+        return huggingface.open_network(spec)
     make = {"own": _own, "torchvision": _torchvision, "timm": _timm}[spec.kind]
     return factory.call(make(spec), spec)
 

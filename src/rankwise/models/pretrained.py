@@ -75,8 +75,8 @@ def downloading(spec: Spec) -> Iterator[None]:
 
 
 def is_random(spec: Spec) -> bool:
-    """Whether `build` draws the weights. A factory in a file may load its own; a folder has some."""
-    return spec.kind not in ("file", "folder") and not wants_weights(spec)
+    """Whether `build` draws the weights. A factory in a file may load its own; folders have some."""
+    return spec.kind not in ("file", "folder", "hf") and not wants_weights(spec)
 
 
 def download(make: Any, spec: Spec, options: dict[str, Any]) -> nn.Module:

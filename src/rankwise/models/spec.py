@@ -5,6 +5,7 @@
     torchvision:resnet18?weights=DEFAULT   with trained weights, which torchvision downloads
     timm:vit_tiny_patch16_224          any timm architecture, with random weights
     timm:vit_tiny_patch16_224?pretrained   with trained weights, which timm downloads
+    hf:FOLDER, hf:OWNER/NAME           a network of transformers with its weights, from a folder or from the hub
     file.py:factory                    whatever `factory()` in that file returns
     out/                               a folder that `rankwise compress`, `train` or `retrain` wrote
 
@@ -25,7 +26,7 @@ from rankwise.models.zoo import NETWORKS
 
 @dataclass(frozen=True)
 class Spec:
-    """A MODEL specification taken apart; `kind` is own, torchvision, timm, file or folder."""
+    """A MODEL specification taken apart; `kind` is own, torchvision, timm, hf, file or folder."""
 
     text: str
     kind: str
@@ -42,7 +43,7 @@ def parse(text: str) -> Spec:
     prefix, _, rest = head.partition(":")
     if head in NETWORKS:
         return Spec(text, "own", head, _options(text, query))
-    if prefix in ("torchvision", "timm") and rest:
+    if prefix in ("torchvision", "timm", "hf") and rest:
         return Spec(text, prefix, rest, _options(text, query))
     if ".py:" in head or head.endswith(".py"):
         return Spec(text, "file", head, _options(text, query))
@@ -50,7 +51,7 @@ def parse(text: str) -> Spec:
         return Spec(text, "folder", text, {})
     raise RankwiseError(
         f"unknown network {text!r}: {near(head, NETWORKS)}; or give torchvision:NAME, timm:NAME, "
-        "file.py:factory, or a folder that `rankwise compress` wrote, or `train`"
+        "hf:FOLDER, file.py:factory, or a folder that `rankwise compress` wrote, or `train`"
     )
 
 

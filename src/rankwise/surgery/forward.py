@@ -202,6 +202,12 @@ def _merge(calls: list[Call]) -> tuple[Call, ...]:
 
 
 def side_of(example: object) -> int | None:
-    """The side of square images; None lets the data decide."""
+    """The side of square images, or the length of a text; None lets the data decide."""
+    if isinstance(example, Mapping):
+        text = example.get("input_ids")
+        if isinstance(text, Tensor) and "pixel_values" not in example:
+            both = [t for t in (text, example.get("decoder_input_ids")) if isinstance(t, Tensor)]
+            return sum(int(t.shape[-1]) for t in both)
+        example = example.get("pixel_values")
     shape = example.shape if isinstance(example, Tensor) and example.dim() == 4 else (0, 1)
     return int(shape[-1]) if shape[-1] == shape[-2] else None

@@ -1,7 +1,7 @@
 // The report of one compression. Whatever was not measured is not shown.
 
 const PLAN = DATA.plan;
-const METRIC = { top1: "top-1", top5: "top-5", miou: "mean IoU", loss: "loss" };
+const METRIC = { top1: "top-1", top5: "top-5", miou: "mean IoU", loss: "loss", perplexity: "perplexity" };
 const mainOf = (score) => (score ? (score.miou !== null && score.miou !== undefined ? "miou" : "top1") : null);
 const megabytes = (bytes) => (bytes < 1e6 ? `${number(bytes / 1e3, 1)} kB` : `${number(bytes / 1e6, 2)} MB`);
 const known = (value) => value !== null && value !== undefined;
@@ -17,7 +17,7 @@ function measuredPairs() {
 function scorePairs() {
   const [before, after] = [DATA.scores?.before, DATA.scores?.after];
   if (!before || !after) return [];
-  return Object.keys(METRIC).filter((key) => known(before[key]) && known(after[key])).map((key) => ({ key, title: METRIC[key], before: before[key], after: after[key], loss: key === "loss" }));
+  return Object.keys(METRIC).filter((key) => known(before[key]) && known(after[key])).map((key) => ({ key, title: METRIC[key], before: before[key], after: after[key], loss: key === "loss" || key === "perplexity" }));
 }
 
 function drawSummary() {
