@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
+from rich.table import Table as Grid
 
 from rankwise.cli import output
 from rankwise.studies import runner
@@ -79,17 +80,23 @@ def print_estimate(study: Study, out: str, only: list[str], as_json: bool) -> No
         output.print_json({"study": study.name, "out": out, **found.to_json(), "list": listed})
         return
     terminal = output.console()
-    grid = output.new_grid(f"{study.title} ({study.mode})")
-    for name in ("cell", "network and data", "method"):
+    terminal.print(f"{study.title} ({study.mode})")
+    terminal.print(cells_grid(cells, out))
+    terminal.print(_estimate(found))
+
+
+def cells_grid(cells: list[Cell], out: str) -> Grid:
+    """One line for each cell. Their names, which are long, are in --json."""
+    grid = output.new_grid()
+    for name in ("network", "data", "method"):
         grid.add_column(name, overflow="fold")
     for name in ("keep", "epochs", "seed", "status"):
         grid.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
         epochs = str(cell.epochs if cell.share else 0)
-        place = (cell.name, f"{cell.network.model}, {cell.network.data}", cell.entry.label)
-        grid.add_row(*place, f"{cell.asked:.4g}", epochs, str(cell.seed), runner.status_of(cell, out))
-    terminal.print(grid)
-    terminal.print(_estimate(found))
+        what = (cell.network.model, cell.network.data, cell.entry.label)
+        grid.add_row(*what, f"{cell.asked:.4g}", epochs, str(cell.seed), runner.status_of(cell, out))
+    return grid
 
 
 def _estimate(found: Estimate) -> str:

@@ -59,6 +59,8 @@ def bench_command(
         return
     terminal = output.console()
     terminal.print(show.times_grid(found))
+    for sentence in show.not_timed(found):
+        terminal.print(sentence)
     terminal.print(show.sizes_grid(found))
 
 

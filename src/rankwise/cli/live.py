@@ -40,7 +40,7 @@ class Live:
                 self.board.mkdir(parents=True, exist_ok=True)
                 self.writer = module.SummaryWriter(str(self.board))
             if self.console.is_terminal:
-                columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+                columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
                 self.bar = Progress(*columns, console=self.console, transient=True)
                 self.bar.start()
                 self.task = self.bar.add_task("training", total=None)
@@ -77,7 +77,7 @@ class Live:
             f"top-1 {record['top1']:.2f} %{scored}, {record['seconds']:.1f} s, about {left:.0f} s left"
         )
         if self.bar is not None:
-            self.bar.console.print(line, highlight=False)
+            self.bar.console.print(line, highlight=False, markup=False)
         else:
             print(line, file=self.stream, flush=True)
         if self.writer is not None:

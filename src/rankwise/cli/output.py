@@ -22,7 +22,7 @@ class Output:
         if isinstance(what, str):
             sys.stdout.write(what + "\n")
         else:
-            Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False).print(what)
+            Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False).print(what)
 
 
 def console() -> Output:

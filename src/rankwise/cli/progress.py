@@ -48,7 +48,12 @@ class _Bar:
     """There only while it runs."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self.bar.start()
         self.task = self.bar.add_task("", total=None)

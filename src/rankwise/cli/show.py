@@ -227,13 +227,18 @@ def times_grid(found: dict[str, Any]) -> Grid:
     for name in ("threads", "batch", "dense", "spread", "compressed", "spread", "ratio"):
         grid.add_column(name, justify="right", overflow="fold")
     for row in found["times"]:
-        where = (row["engine"], str(row["threads"]), str(row["batch"]))
         if "error" in row:
-            grid.add_row(*where, "not available:", "", row["error"], "", "")
             continue
+        where = (row["engine"], str(row["threads"]), str(row["batch"]))
         cells = [c for s in ("dense", "compressed") for c in (f"{1e3 * row[s]['median']:.2f} ms", _share(row[s]))]
         grid.add_row(*where, *cells, f"{row['ratio']:.2f}")
     return grid
+
+
+def not_timed(found: dict[str, Any]) -> list[str]:
+    """Engines that could not be timed and why, each reason once."""
+    errors = dict.fromkeys((row["engine"], row["error"]) for row in found["times"] if "error" in row)
+    return [f"{engine} was not timed: {error}" for engine, error in errors]
 
 
 def _share(measured: dict[str, Any]) -> str:

@@ -83,7 +83,9 @@ def run(
 
 def summary(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A folder that `rankwise run` wrote.")],
-    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(RENDER)}.")] = "md",
+    to: Annotated[
+        str | None, typer.Option("--to", help=f"One of {', '.join(RENDER)}; on a terminal text unless given, else md.")
+    ] = None,
     delta: Annotated[
         list[float] | None,
         typer.Option("--delta", metavar="POINTS", help="Points that may be lost; repeatable; else 0, 0.5, 1, 2, 3."),
@@ -97,6 +99,7 @@ def summary(
     """
     from rankwise.training.results import read_rows
 
+    to = to or ("text" if sys.stdout.isatty() else "md")
     if to not in RENDER:
         raise RankwiseError(f"--to {to} was given: possible are {', '.join(RENDER)}")
     rows = read_rows(results)

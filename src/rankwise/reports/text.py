@@ -1,10 +1,11 @@
-"""Tables as values, and as Markdown, CSV and LaTeX."""
+"""Tables as values, and as Markdown, CSV, LaTeX, and plain text that fits a terminal."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,4 +111,59 @@ def latex(table: Tab) -> str:
     return "\n".join(lines)
 
 
-RENDER: dict[str, Callable[[Tab], str]] = {"md": markdown, "csv": comma_separated, "latex": latex}
+COLUMNS = 80  # of a terminal
+LONGEST = 28  # characters of the first column in a line
+
+
+def plain(table: Tab) -> str:
+    """At most 80 columns: a wide table goes on below, with its first column again. The best are marked with a star.
+
+    >>> print(plain(Tab("a table", ("method", "CR-P"), (("alds", Number(74.9, best=True)), ("svd", None)))))
+    a table
+    <BLANKLINE>
+    method    CR-P
+    --------------
+    alds    74.90*
+    svd
+    <BLANKLINE>
+    """
+    body = [
+        [_text(c, "−", " ± ") + ("*" if isinstance(c, Number) and c.best else "") for c in row] for row in table.body
+    ]
+    rows = [list(table.head), *body]
+    lines = [*textwrap.wrap(table.title, COLUMNS), ""]
+    first = min(LONGEST, max(len(row[0]) for row in rows))
+    for block in _blocks([max(len(row[i]) for row in rows) for i in range(1, len(table.head))], COLUMNS - first):
+        lines += [*_block(rows, first, block), ""]
+    return "\n".join([*lines, *(line for note in table.notes for line in [*textwrap.wrap(note, COLUMNS), ""])])
+
+
+def _blocks(widths: Sequence[int], room: int) -> list[list[tuple[int, int]]]:
+    """(column, width) of those that fit beside the first one, block by block; one that never fits is wrapped."""
+    blocks: list[list[tuple[int, int]]] = [[]]
+    for at, wide in enumerate(widths, start=1):
+        wide = min(wide, room - 2)
+        if blocks[-1] and sum(w + 2 for _, w in blocks[-1]) + wide + 2 > room:
+            blocks.append([])
+        blocks[-1].append((at, wide))
+    return blocks
+
+
+def _block(rows: Sequence[Sequence[str]], first: int, block: Sequence[tuple[int, int]]) -> list[str]:
+    """These columns of all rows, the first row being the head: numbers to the right, wrapped texts to the left."""
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [textwrap.wrap(row[0], first) or [""], *(textwrap.wrap(row[at], wide) or [""] for at, wide in block)]
+        long = [any(len(r[at]) > wide for r in rows) for at, wide in block]
+        for i in range(max(map(len, cells))):
+            part = [cell[i] if i < len(cell) else "" for cell in cells]
+            sides = [
+                t.ljust(w) if wraps else t.rjust(w) for t, (_, w), wraps in zip(part[1:], block, long, strict=True)
+            ]
+            lines.append("  ".join([part[0].ljust(first), *sides]).rstrip())
+        if number == 0:
+            lines.append("-" * (first + sum(wide + 2 for _, wide in block)))
+    return lines
+
+
+RENDER: dict[str, Callable[[Tab], str]] = {"md": markdown, "csv": comma_separated, "latex": latex, "text": plain}
