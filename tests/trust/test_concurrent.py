@@ -6,7 +6,9 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,81 @@ def hungry(cell: Any, out: str) -> None:
     cells.run_cell(cell, out)
 
 
+def reachable(patch: pytest.MonkeyPatch, work: Any) -> None:
+    """Workers in other processes import this file, and run `work` for every cell."""
+    here = Path(__file__).parents[1]
+    source = str(Path(runner.__file__).parents[2])
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "trust"), source]))
+    patch.setattr(runner, "run_cell", work)
+    patch.setattr(workers, "RETRIES", 1)
+    patch.syspath_prepend(str(here / "trust"))
+    patch.setattr(work, "__module__", "test_concurrent")
+
+
+def slow(cell: Any, out: str) -> None:
+    """Long enough for a node to disappear meanwhile; the file says that it has begun."""
+    (Path(out) / f"{os.getpid()}.begun").touch()
+    time.sleep(2)
+    cells.run_cell(cell, out)
+
+
+@pytest.mark.trust
+def test_a_node_that_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes on this machine work on a study, and one is killed in the middle: the other does every cell."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    reachable(monkeypatch, slow)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        out, removed = tmp_path / "out", []
+
+        def remove() -> None:
+            while len(list(out.glob("*.begun"))) < 2:  # both are at work
+                time.sleep(0.05)
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            removed.append(len(list(out.glob("rows/*.json"))))
+
+        killer = threading.Thread(target=remove, daemon=True)
+        killer.start()
+        outcome = runner.run_study(make(), out, lambda count: workers.Ray(cluster.address))
+        killer.join(60)
+    finally:
+        cluster.shutdown()
+    assert removed
+    assert removed[0] < len(make().cells()), "the node was killed in the middle"
+    assert outcome.failed == []
+    rows = {row["cell"]: row["status"] for row in results.read_rows(out)}
+    assert rows == {cell.name: "done" for cell in make().cells()}
+
+
+MEMORY = """
+import os, sys, time
+import ray
+from rankwise.studies import workers
+workers.RETRIES = 1
+low = {"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": 200, "task_oom_retry_delay_base_ms": 100}
+init = ray.init
+ray.init = lambda **given: init(**given, _system_config=low)
+with workers.Ray("local", 1) as engine:
+    workers.run([workers.StudyJob("a", time.sleep, (600,))], engine, lambda job, error: print("ENDED", error))
+"""
+
+
+@pytest.mark.trust
+def test_a_task_that_ray_ends_for_lack_of_memory(tmp_path: Path) -> None:
+    """It is tried again so often as one whose process died, and no more: Ray itself would never stop."""
+    pytest.importorskip("ray")
+    source = str(Path(runner.__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    environment.pop("RAY_task_oom_retries", None)
+    command = [sys.executable, "-c", MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    assert "ENDED Ray lost it: OutOfMemoryError" in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.trust
 @pytest.mark.parametrize("kind", ["pool", "ray"])
 def test_a_killed_worker_leaves_every_row_or_a_row_that_says_why(
@@ -181,13 +258,7 @@ def test_a_killed_worker_leaves_every_row_or_a_row_that_says_why(
     """The worker of some cells is killed whenever they run: their rows say so, and the others are done."""
     if kind == "ray":
         pytest.importorskip("ray")
-    here = Path(__file__).parents[1]
-    source = str(Path(runner.__file__).parents[2])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "trust"), source]))
-    monkeypatch.setattr(runner, "run_cell", hungry)
-    monkeypatch.setattr(workers, "RETRIES", 1)
-    monkeypatch.syspath_prepend(str(here / "trust"))
-    monkeypatch.setattr(hungry, "__module__", "test_concurrent")
+    reachable(monkeypatch, hungry)
     place = (lambda count: workers.Pool(1)) if kind == "pool" else (lambda count: workers.Ray("local", 1))
     outcome = runner.run_study(make(), tmp_path, place)
     rows = {row["cell"]: row for row in results.read_rows(tmp_path)}

@@ -199,6 +199,8 @@ class Ray:
 
     def __init__(self, address: str = "auto", workers: int | None = None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # A task that Ray ends because memory runs low would be tried again for ever.
+        os.environ.setdefault("RAY_task_oom_retries", str(RETRIES))
         self.ray = need("ray", extra="ray", purpose="running a study on Ray")
         options: dict[str, Any] = {"log_to_driver": False, "ignore_reinit_error": True, "logging_level": "ERROR"}
         here = {"num_cpus": workers, "include_dashboard": False}
