@@ -17,7 +17,6 @@ from rankwise.compression import Compression, Request
 from rankwise.core import files
 from rankwise.core.option import Option
 from rankwise.data import splits
-from rankwise.errors import RankwiseError
 from rankwise.methods import build_table
 from rankwise.models import networks
 from rankwise.planning.budget import Budget
@@ -55,12 +54,7 @@ class Trained:
 def run_demo(out: Path, seed: int = 0, progress: Progress | None = None) -> dict[str, Any]:
     """Train REPEATS networks, one row for each of them, method and keep; writes a RESULTS folder and its report."""
     for folder in (out, *(out / name for name in ("rows", "plans", "spectra", "weights"))):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as err:
-            raise RankwiseError(
-                f"the folder {folder} could not be made ({err.strerror or err}): give another --out"
-            ) from None
+        files.make_folder(folder)
     say = progress or (lambda name, done, total: None)
     cells = [(method, keep) for keep in KEEPS for method in METHODS]
     total = REPEATS * (len(cells) + 1)

@@ -63,10 +63,11 @@ def flush_folder(path: Path) -> None:
             raise
 
 
-def flush_file(path: Path) -> None:
-    """The content of a file that another library wrote."""
-    file = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+def write_part(path: Path, data: bytes | memoryview) -> None:
+    """A file that gets its name later (`rename`), when it has been looked at; it is on the disk."""
+    file = _open_alone(path)
     try:
+        _write(file, data)
         os.fsync(file)
     finally:
         os.close(file)
@@ -144,7 +145,7 @@ def _replace(part: Path, path: Path, tries: int) -> None:
         _replace(part, path, tries - 1)
 
 
-def _write(file: int, data: bytes) -> None:
+def _write(file: int, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(file, left[: 1 << 30]) :]  # Linux writes at most 2 GiB at a time

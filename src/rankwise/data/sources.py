@@ -5,6 +5,7 @@ Its builders are called by their own names, so that nothing in a folder can choo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ def _datasets() -> Any:
 
 def _folder(place: str) -> Path:
     path = Path(place)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise RankwiseError(f"there is no folder {place}: give the folder that holds the data")
     return path.resolve()
 

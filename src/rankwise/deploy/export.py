@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.disk import flush_file, make_folder, rename
+from rankwise.core.disk import make_folder, remove, rename, write_part
 from rankwise.errors import RankwiseError, need
 from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.timing.clock import Timing, inputs_for
@@ -52,13 +52,11 @@ def export(model: nn.Module, example: Example, path: str | Path, to: str = "onnx
         with undisturbed(model), _quiet():
             batches, why = _write(model, example, part, to)
             worst = max(_compare(model, example, part, to, batch) for batch in batches)
-        flush_file(part)
         rename(part, path)
     except OSError as err:
         raise RankwiseError(f"{path} could not be written ({err.strerror or err}): check the folder") from None
     finally:
-        with suppress(OSError):
-            part.unlink()
+        remove(part)
     found = {"path": str(path), "to": to, "bytes": path.stat().st_size, "batches": batches, "difference": worst}
     return {**found, "batch": "any" if why is None else batches[0], **({} if why is None else {"why": why})}
 
@@ -87,15 +85,16 @@ def _write_exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     # Through memory: where the disk is full, torch ends the process instead of raising.
     content = BytesIO()
     torch.export.save(_program(model, args, kwargs, dynamic), content)
-    path.write_bytes(content.getbuffer())
+    write_part(path, content.getbuffer())
 
 
 def _write_onnx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, dynamic: bool) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         need(package, extra="export", purpose="an ONNX file")
-    torch.onnx.export(
-        _program(model, args, kwargs, dynamic), f=path, dynamo=True, external_data=False, verbose=False, optimize=True
-    )
+    program = torch.onnx.export(_program(model, args, kwargs, dynamic), dynamo=True, verbose=False, optimize=True)
+    if program is None:
+        raise RankwiseError("torch wrote no ONNX program: update torch")
+    write_part(path, program.model_proto.SerializeToString())
 
 
 def _program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ def call_from_file(spec: Spec) -> nn.Module:
     if not file.endswith(".py") or not name.isidentifier():
         raise RankwiseError(f"{spec.text!r} names no function: give file.py:factory")
     path = Path(file).resolve()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RankwiseError(f"there is no file {file}: give an existing one as file.py:factory")
     with _importable(path.parent):
         module = _import_file(path, spec)
@@ -54,7 +55,7 @@ def load_function(text: str) -> Callable[..., Any]:
     if not file.endswith(".py") or not name.isidentifier():
         raise RankwiseError(f"{text!r} names no function: give FILE.py:FUNCTION")
     path = Path(file).resolve()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RankwiseError(f"there is no file {file}: give an existing one as FILE.py:FUNCTION")
     with _importable(path.parent):
         module = _import_file(path, Spec(text, "file", text, {}))

@@ -14,10 +14,10 @@ Arguments of the constructor follow a question mark, joined with &: `timm:test_v
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from rankwise.errors import RankwiseError
@@ -47,7 +47,7 @@ def parse(text: str) -> Spec:
         return Spec(text, prefix, rest, _options(text, query))
     if ".py:" in head or head.endswith(".py"):
         return Spec(text, "file", head, _options(text, query))
-    if text and Path(text).is_dir():
+    if text and os.path.isdir(text):  # False, too, for a name that no folder can have
         return Spec(text, "folder", text, {})
     raise RankwiseError(
         f"unknown network {text!r}: {near(head, NETWORKS)}; or give torchvision:NAME, timm:NAME, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rankwise.errors import RankwiseError
+from rankwise.models.shards import INDEX, read_sharded
 
 _PICKLES = (".pth", ".pt", ".th", ".bin")
 _INNER_KEYS = ("state_dict", "model")  # where training scripts keep the weights beside the epoch and the like
@@ -21,7 +23,8 @@ _INNER_KEYS = ("state_dict", "model")  # where training scripts keep the weights
 def load_weights_(model: nn.Module, path: str | Path) -> None:
     """Copy the weights in `path` into `model`; every name and every shape has to fit.
 
-    `.safetensors`, or a state dict in `.pth`, `.pt`, `.th`, `.bin`, also one that lies under the key
+    `.safetensors`, the index of several such files (`.safetensors.index.json`), or a state dict in
+    `.pth`, `.pt`, `.th`, `.bin`, also one that lies under the key
     `state_dict` or `model`, or whose names all start with `module.` (DataParallel). When it raises, the
     model is as it was.
     """
@@ -38,8 +41,10 @@ def load_weights_(model: nn.Module, path: str | Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
+    if not os.path.isfile(path):  # False, too, for a name that no file can have
         raise RankwiseError(f"there is no weights file {path}: give a .safetensors file or a .pth state dict")
+    if path.name.endswith(INDEX):
+        return read_sharded(path)
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
@@ -48,7 +53,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     if path.suffix in _PICKLES:
         return _tensors_in(_read_pickle(path), path)
     raise RankwiseError(
-        f"weights cannot be read from {path}: give a file that ends in .safetensors, {', '.join(_PICKLES)}"
+        f"weights cannot be read from {path}: give a file that ends in .safetensors, {INDEX}, {', '.join(_PICKLES)}"
     )
 
 

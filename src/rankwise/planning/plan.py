@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -236,7 +237,7 @@ def _read_plan(data: dict[str, Any], where: str) -> Plan:
     files.strict(budget, UNITS, f"the budget of {where}")
     layers = [_read_entry(e, where) for e in files.field(data, "layers", list, where)]
     names = [entry.name for entry in layers]
-    twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
+    twice = sorted(name for name, times in Counter(names).items() if times > 1)
     if twice:
         raise RankwiseError(f"{where} names layer {twice[0]!r} more than once")
     search = dict(files.typed(data.get("search", {}), dict, f"'search' of {where}"))

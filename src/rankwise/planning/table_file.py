@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def write(table: Table, path: Path) -> None:
 
 def read(path: Path) -> Table:
     where = str(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RankwiseError(f"{where} is not a file: give the path that Table.save wrote")
     try:
         with safe_open(path, framework="np") as file:

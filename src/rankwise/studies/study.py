@@ -10,6 +10,7 @@ cells that would give the same row have the same name, on every machine.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -197,7 +198,7 @@ def _placed(network: StudyNetwork, sources: dict[str, str], files: dict[str, str
             f"--data {name}=parquet:FOLDER (or imagefolder:FOLDER, voc:FOLDER, hub:NAME)"
         )
     kind, _, place = source.partition(":")
-    if kind in ("parquet", "imagefolder", "voc") and not Path(place).is_dir():
+    if kind in ("parquet", "imagefolder", "voc") and not os.path.isdir(place):
         raise RankwiseError(f"the data {source} is not there: {place} is not a folder")
     file = files.get(network.name) or files.get("") or network.weights
     if file is not None and file.startswith("<"):
@@ -205,7 +206,7 @@ def _placed(network: StudyNetwork, sources: dict[str, str], files: dict[str, str
             f"the study {study} needs weights for {network.name}, and only you know where they are: add "
             f"--weights {network.name}=FILE"
         )
-    if file is not None and not Path(file).is_file():
+    if file is not None and not os.path.isfile(file):
         raise RankwiseError(f"the weights {file} for {network.name} are not there: give a .safetensors or .pth file")
     data = network.data if network.data.startswith("<") else source  # another data set is another cell
     return replace(network, data=data, source=source, file=file, file_digest=file_digest(Path(file)) if file else None)

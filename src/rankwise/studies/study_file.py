@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,23 @@ _STUDY = [
 _NETWORK = ["model", "data", "weights", "recipe", "set", "exclude", "size", "limit", "keeps", "cpus", "gpus"]
 _KEEPS = ["alpha", "first", "last", "count"]
 MOST_CELLS = 100_000
+LARGEST = 1 << 22  # bytes: TOML is read slowly, a megabyte in a second
 
 
 def read_study(path: str | Path) -> Study:
     """A study from a TOML file; its name is the file's."""
     path = Path(path)
+    return parse_study(files.read(path, LARGEST), path.stem, str(path))
+
+
+def parse_study(text: bytes, name: str, where: str) -> Study:
+    """A study out of the content of a file."""
     try:
-        data = tomllib.loads(files.read(path).decode())
+        data = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as err:  # ValueError: also a number of 5,000 digits, or half a character
         why = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
-        raise RankwiseError(f"{path} is not readable TOML ({why})") from None
-    return make_study(data, path.stem, str(path))
+        raise RankwiseError(f"{where} is not readable TOML ({why})") from None
+    return make_study(data, name, where)
 
 
 def make_study(data: dict[str, Any], name: str, where: str) -> Study:
@@ -86,8 +93,7 @@ def _check(study: Study, where: str) -> None:
     for what, found in (("network", study.networks), ("methods", study.entries)):
         if not found:
             raise RankwiseError(f"{where} has no {what}: name at least one")
-    labels = [entry.label for entry in study.entries]
-    twice = [label for label in labels if labels.count(label) > 1]
+    twice = [label for label, times in Counter(entry.label for entry in study.entries).items() if times > 1]
     if twice:
         raise RankwiseError(f"{where} has two methods called {twice[0]!r}: give one of them a label of its own")
     if study.mode == "iterate":
@@ -141,10 +147,10 @@ def _keeps(value: object, where: str) -> tuple[tuple[float, ...], float | None]:
         count = _count(value, "count", 0, f"'keeps' of {where}", most=MOST_CELLS)
         if set(value) == {"alpha", "count"}:
             alpha = float(files.field(value, "alpha", float, f"'keeps' of {where}"))
-            found, geometric = [alpha**i for i in range(1, count + 1)], alpha
+            found, geometric = [alpha**i for i in range(1, count + 1)] if 0 < alpha <= 1 else [alpha], alpha
         elif set(value) == {"first", "last", "count"} and count > 1:
             first, last = (float(files.field(value, k, float, f"'keeps' of {where}")) for k in ("first", "last"))
-            able = first > 0 and last > 0
+            able = 0 < first <= 1 and 0 < last <= 1
             found = [first * (last / first) ** (i / (count - 1)) for i in range(count)] if able else [first, last]
             geometric = None
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ def load(folder: str | Path, model: nn.Module) -> nn.Module:
 
 def read_plan(folder: str | Path) -> Plan:
     """The plan of a folder that `save` wrote."""
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise RankwiseError(f"{folder} is not a folder: give one that rankwise.save or rankwise compress wrote")
     return _plan_and_text(Path(folder))[0]
 
@@ -237,7 +238,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RankwiseError(f"{path} is missing: a compressed folder holds {PLAN} and {WEIGHTS}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -90,7 +90,7 @@ def read_rows(folder: str | Path, progress: Progress | None = None) -> list[dict
     A row has status "done" or "failed"; failed ones have an "error" and no scores. Keys: docs/studies.md.
     """
     root = Path(folder)
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise RankwiseError(f"{folder} is not a folder: give one that `rankwise run` or `rankwise demo` wrote")
     place = root / ROWS if (root / ROWS).is_dir() else root
     paths, found = sorted(place.glob("*.json")), []
@@ -114,8 +114,12 @@ def _order(path: Path) -> Callable[[str], int]:
 
 
 def _read_row(path: Path) -> dict[str, Any] | None:
+    return parse_row(files.read(path), str(path))
+
+
+def parse_row(text: bytes, where: str) -> dict[str, Any] | None:
     """Refuse what could not be compared or drawn: a score that is a text, say. Keys that nobody knows stay."""
-    row, where = files.parse(files.read(path), str(path)), str(path)
+    row = files.parse(text, where)
     if row.get("kind") != "cell":
         return None
     files.check_format(row, FORMAT, where)
