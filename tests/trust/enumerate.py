@@ -32,7 +32,7 @@ def explore(writer: Writer, most: int = 1 << 9, stride: int = 1, every: int = 0)
 
     After every `every`-th state the work goes on.
     """
-    found, start = Found(writer.name), time.perf_counter()
+    found, start = Found(writer.name), time.process_time()
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place) as name:
         root = Path(name) / "at" / "disk"
@@ -59,7 +59,7 @@ def explore(writer: Writer, most: int = 1 << 9, stride: int = 1, every: int = 0)
                     f"after operation {state.at}: {type(err).__name__}: {err} ({last.filename}:{last.lineno})"
                 )
         found.notes["operations"] = len(note.ops)
-    found.seconds = time.perf_counter() - start
+    found.seconds = time.process_time() - start
     return found
 
 

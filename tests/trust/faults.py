@@ -1,5 +1,6 @@
 """The n-th operation fails, for n = 1, 2, … until the command has no n-th operation: for every command that writes.
 
+Operations of the disk fail one by one, and so do torch's (each of which allocates), at some places of the whole run.
 What must hold: one sentence, exit status not 0, what was there is there, no temporary file, and the next run goes on.
 """
 
@@ -20,6 +21,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import made_rows
 from rankwise.__main__ import main
@@ -92,6 +95,23 @@ def failing(fault: Fault) -> Iterator[Fault]:
             setattr(os, name, function)
 
 
+class Allocation(TorchDispatchMode):
+    """Operation number `nth` of torch finds no memory, in torch's own words."""
+
+    def __init__(self, nth: int) -> None:
+        super().__init__()
+        self.nth, self.count, self.where = nth, 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.nth:
+            self.where = str(func)
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class Command:
     """`first` is run while something fails, `again` afterwards. `read(folder)` gives what a user has."""
@@ -112,11 +132,28 @@ def run(arguments: list[str]) -> tuple[int, str]:
     return status, said.getvalue()
 
 
-def explore(
-    command: Command, once: tuple[str, ...] = tuple(ERRORS), lasting: tuple[str, ...] = ("ENOSPC",), stride: int = 1
-) -> Found:
-    """Every n for every error: for this one call, or for it and all later ones."""
-    found, start = Found(command.name), time.perf_counter()
+Known = tuple[Path, Path, object, object]  # what was prepared, where to try, what is read before and after
+
+
+@dataclass(frozen=True)
+class Search:
+    """Which failures are tried.
+
+    `once`: every call fails with each of these errors; `in_turn`: every call fails once, with these errors in turn;
+    `lasting`: a call and all later ones fail, for every `stride`-th call; `allocations`: so many operations of torch,
+    evenly spread. `stride` holds for all calls where a sample is enough.
+    """
+
+    once: tuple[str, ...] = tuple(ERRORS)
+    in_turn: tuple[str, ...] = ()
+    lasting: tuple[str, ...] = ("ENOSPC",)
+    allocations: int = 0
+    stride: int = 1
+    lasting_stride: int = 1
+
+
+def explore(command: Command, search: Search) -> Found:
+    found, start = Found(command.name), time.process_time()
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place) as name:
         top = Path(name).resolve()
@@ -129,20 +166,25 @@ def explore(
         assert status == 0, said
         new = command.read(whole)
         assert old != new, "the command changes something, or the test could not fail"
-        for error, mode in [*((e, False) for e in once), *((e, True) for e in lasting)]:
-            _every(command, ERRORS[error], mode, stride, (ready, top / "at", old, new), found, error)
+        known = (ready, top / "at", old, new)
+        for error in search.once:
+            _every(command, (error,), False, search.stride, known, found)
+        if search.in_turn:
+            _every(command, search.in_turn, False, search.stride, known, found)
+        for error in search.lasting:
+            _every(command, (error,), True, search.stride * search.lasting_stride, known, found)
+        _allocations(command, search.allocations, known, found)
         if command.opaque:
-            _limited(command, (ready, top / "at", old, new), found)
-    found.seconds = time.perf_counter() - start
+            _limited(command, known, found)
+    found.seconds = time.process_time() - start
     return found
 
 
-def _every(
-    command: Command, error: Any, lasting: bool, stride: int, known: tuple[Any, ...], found: Found, name: str
-) -> None:
+def _every(command: Command, errors: tuple[str, ...], lasting: bool, stride: int, known: Known, found: Found) -> None:
     nth = 1
     while True:
-        fault = Fault(known[1] / "disk", nth, error, lasting)
+        name = errors[nth % len(errors)]
+        fault = Fault(known[1] / "disk", nth, ERRORS[name], lasting)
         _copy(known[0], fault.root)
         label = f"{name} {'from' if lasting else 'at'} call {nth}"
         with failing(fault):
@@ -154,9 +196,27 @@ def _every(
         nth += stride
 
 
-def _limited(command: Command, known: tuple[Any, ...], found: Found) -> None:
+def _allocations(command: Command, wanted: int, known: Known, found: Found) -> None:
+    """The first operation of torch, the last, and others between them."""
+    if not wanted:
+        return
+    counter = Allocation(-1)
+    with counter:
+        run(command.first(_copy(known[0], known[1] / "disk")))
+    for i in range(wanted if counter.count else 0):
+        fault = Allocation(1 + i * (counter.count - 1) // max(1, wanted - 1))
+        root = _copy(known[0], known[1] / "disk")
+        label = f"no memory at operation {fault.nth} of torch"
+        with fault:
+            status, said = _guarded(command.first(root), found, label)
+        if fault.where:
+            found.failures += 1
+            _judge(command, root, known, found, f"{label} ({fault.where})", status, said, tidy=True)
+
+
+def _limited(command: Command, known: Known, found: Found) -> None:
     """Files may not grow beyond a size: a write of any library fails for real."""
-    for size in (0, 100, 1000, 3000, 10_000):
+    for size in (0, 3000):
         root = _copy(known[0], known[1] / "disk")
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -179,7 +239,7 @@ def _guarded(arguments: list[str], found: Found, label: str) -> tuple[int, str]:
 
 
 def _judge(
-    command: Command, root: Path, known: tuple[Any, ...], found: Found, label: str, status: int, said: str, tidy: bool
+    command: Command, root: Path, known: Known, found: Found, label: str, status: int, said: str, tidy: bool
 ) -> None:
     _, _, old, new = known
     wrong = found.violations.append
@@ -329,8 +389,8 @@ def _prepare_small(folder: Path) -> None:
     writers.rw.save(*writers.digits(1), folder / "small")
 
 
-def _export(to: str) -> Callable[[Path], list[str]]:
-    return lambda folder: ["export", str(folder / "small"), "--to", to, "--input", "1,1,8,8"]
+def _export(to: str, *more: str) -> Callable[[Path], list[str]]:
+    return lambda folder: ["export", str(folder / "small"), "--to", to, "--input", "1,1,8,8", *more]
 
 
 def _program(to: str, name: str) -> Callable[[Path], object]:
@@ -362,9 +422,14 @@ def _timed() -> Any:
 @contextmanager
 def shortened() -> Iterator[None]:
     """The demo trains for a minute and `compress` takes times for seconds; what they write is the same for less."""
-    before = {name: getattr(demos, name) for name in ("METHODS", "KEEPS", "RETRAINED", "REPEATS", "EPOCHS", "RETRAIN")}
-    for name, value in zip(before, (("auto",), (0.5,), (), 1, 1, 1), strict=True):
+    import sklearn.datasets
+
+    names = ("METHODS", "KEEPS", "RETRAINED", "REPEATS", "EPOCHS", "RETRAIN", "CALIBRATE")
+    before = {name: getattr(demos, name) for name in names}
+    for name, value in zip(before, (("auto",), (0.5,), (), 1, 1, 1, 8), strict=True):
         setattr(demos, name, value)
+    load = sklearn.datasets.load_digits
+    sklearn.datasets.load_digits = cache(load)  # a fifth of the time of a short training
     demos.SHOWN, shown = ("auto", 0.5), demos.SHOWN
     timed = _timed()
     seconds, timed.SECONDS = timed.SECONDS, (0.0, 0.0)
@@ -372,6 +437,7 @@ def shortened() -> Iterator[None]:
         yield
     finally:
         demos.SHOWN, timed.SECONDS = shown, seconds
+        sklearn.datasets.load_digits = load
         for name, value in before.items():
             setattr(demos, name, value)
 
@@ -386,8 +452,13 @@ RETRAIN = Command("retrain", _prepare_small, _retrain, resumed(_retrain), _outco
 ITERATE = Command("iterate", _weights, _iterate, resumed(_iterate), _rounds)
 RUN = Command("run", _prepare_study, _study, lambda f: [*_study(f), "--retry-failed"], _done_cells)
 REPORT = Command("report", _prepare_report, _report, _report, _page)
-ONNX = Command("export onnx", _prepare_small, _export("onnx"), _export("onnx"), _program("onnx", "model.onnx"), True)
-EXPORTED = replace(ONNX, name="export exported", first=_export("exported"), again=_export("exported"))
+ONNX = Command(
+    "export onnx", _prepare_small, _export("onnx"), _export("onnx", "--force"), _program("onnx", "model.onnx"), True
+)
+EXPORTED = replace(ONNX, name="export exported", first=_export("exported"), again=_export("exported", "--force"))
 EXPORTED = replace(EXPORTED, read=_program("exported", "model.pt2"))
 DEMO = Command("demo", lambda folder: None, _demo, _demo, _demo_page)
+ALL = Search(allocations=6)
+TURNS = Search(once=(), in_turn=tuple(ERRORS), allocations=6, lasting_stride=4)  # of commands that take longer
+SEARCHES = {"iterate": TURNS, "run": TURNS, "demo": TURNS, "export onnx": replace(TURNS, lasting_stride=1)}
 COMMANDS = (COMPRESS, TRAIN, RETRAIN, ITERATE, RUN, REPORT, ONNX, EXPORTED, DEMO)

@@ -89,6 +89,11 @@ def main() -> None:
     keep("weights", "trained", save(state, metadata={"rankwise": json.dumps({"network": "digits-cnn", "same": {}})}))
     keep("network-weights", "real", save(state))
     keep("network-weights", "prefix", save({f"module.{k}": v for k, v in state.items()}))
+    listed = dict.fromkeys(state, "a.safetensors")
+    keep("sharded-index", "real", json.dumps({"metadata": {"total_size": 64}, "weight_map": listed}).encode())
+    split = {key: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, key in enumerate(state)}
+    keep("sharded-index", "two", json.dumps({"weight_map": split}).encode())
+    keep("sharded-weights", "real", json.dumps({"metadata": {"total_size": 64}, "weight_map": listed}).encode())
     weights = {"weight": torch.ones(2, 3), "bias": torch.arange(3.0)}
     made = resume.State(
         {"kind": "train", "recipe": {"lr": 0.1}}, 1, [{"epoch": 1}], 0.5, 1, 2.0, {"plan": "{}"}, weights

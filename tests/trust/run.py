@@ -1,9 +1,9 @@
 """`make trust`: crash states, failing operations, fuzzing and the long tests, as one table.
 
-    python tests/trust/run.py [--minutes 30] [--inputs 1000000] [--thin 1] [--out FILE]
+    python tests/trust/run.py [--inputs 1000000] [--only crash fault tests fuzz] [--thin 1] [--cores 2] [--out FILE]
 
-Jobs run on two cores. Fuzzing gets the time that is left, shared out evenly; the table says how many inputs were tried.
-With --thin N, for a busy machine, about one N-th of the crash states and of the failing operations is tried.
+Jobs run in two processes at a time. Seconds are those of the processor, so that the table means the same on a busy
+machine. With --thin N about one N-th of the crash states and of the failing operations is tried.
 """
 
 from __future__ import annotations
@@ -16,30 +16,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent)]
-# Of commands that take seconds, every so-many-th operation fails; exports and the demo are tried with a full disk only.
-STRIDES = {"iterate": 2, "run": 3, "demo": 5, "export onnx": 1, "export exported": 1}
-FULL_DISK = ("demo", "export onnx", "export exported")
-KINDS = ["crash", "fault", "tests", "fuzz"]
+KINDS = ["fuzz", "crash", "fault", "tests"]
 HEAD = ("writer or reader", "states", "failures", "inputs", "seconds", "violations")
+Line = dict[str, Any]
 
 
-def child(kind: str, group: str, minutes: float, thin: int) -> list[dict[str, Any]]:
-    """Jobs in a process of their own; names of a group are separated by |."""
-    command = [sys.executable, str(Path(__file__)), "--job", kind, group, "--thin", str(thin)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * minutes, env=environment())
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if len(found) < len(group.split("|")):
-        wrong = f"the job ended with status {done.returncode}: {done.stderr[-500:]}"
-        found.append({"name": group, "seconds": 0.0, "violations": [wrong]})
-    return [{**line, "name": f"{kind}: {line['name']}"} for line in found]
+@dataclass(frozen=True)
+class Done:
+    """A process that has ended; `seconds` of the processor, its own children included."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+def ran(command: list[str], cwd: Path | None = None) -> Done:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, cwd=cwd, env=environment())
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return Done(process.returncode, texts[0], texts[1], used.ru_utime + used.ru_stime)
 
 
 def environment() -> dict[str, str]:
@@ -48,43 +58,52 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
-def fuzz(name: str, inputs: int, seconds: float) -> dict[str, Any]:
-    """With atheris where it is installed; it counts its inputs itself."""
-    start = time.perf_counter()
-    options = ["--runs", str(inputs), "--seconds", str(max(5, int(seconds)))]
+def group(kind: str, names: str, thin: int) -> list[Line]:
+    """Jobs in a process of their own; names are separated by |."""
+    done = ran([sys.executable, str(Path(__file__)), "--job", kind, names, "--thin", str(thin)])
+    found = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
+    if len(found) < len(names.split("|")):
+        wrong = f"the job ended with status {done.status}: {done.err[-500:]}"
+        found.append({"name": names, "seconds": 0.0, "violations": [wrong]})
+    return [{**line, "name": f"{kind}: {line['name']}"} for line in found]
+
+
+def fuzz(name: str, inputs: int) -> list[Line]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(HERE / "fuzz.py"), name, *options]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=folder, env=environment())
-    said = done.stdout + done.stderr
-    wrong = [line[:600] for line in said.splitlines() if line.startswith("VIOLATION") or "ERROR: libFuzzer" in line]
-    counts = re.findall(r"(?:number_of_executed_units: |TRIED )(\d+)", said)
-    if not counts:
-        wrong.append(f"it ended with status {done.returncode}: {said[-300:]}")
-    tried = max(map(int, counts), default=0)
-    spent = time.perf_counter() - start
-    return {"name": f"fuzz: {name}", "inputs": tried, "seconds": spent, "violations": wrong}
+        done = ran([sys.executable, str(HERE / "fuzz.py"), name, "--runs", str(inputs)], Path(folder))
+    wrong = [line[:600] for line in done.out.splitlines() if line.startswith("VIOLATION")]
+    count = re.search(r"^TRIED (\d+)", done.out, re.M)
+    if count is None or (done.status and not wrong):
+        wrong.append(f"it ended with status {done.status}: {done.out[-300:]}{done.err[-300:]}")
+    return [
+        {
+            "name": f"fuzz: {name}",
+            "inputs": int(count[1]) if count else 0,
+            "seconds": done.seconds,
+            "violations": wrong,
+        }
+    ]
 
 
-def long_tests() -> dict[str, Any]:
-    """The tests that are marked for it: extremes, odd layers, killed workers, state machine."""
-    start = time.perf_counter()
+def long_tests() -> list[Line]:
+    """The tests that are marked for it: extremes, odd layers, killed workers, lost nodes, state machine."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "trust", str(HERE)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1], env=environment())
-    wrong = re.findall(r"^FAILED .*$|^ERROR .*$", done.stdout, re.M)
-    if done.returncode and not wrong:
-        wrong = [f"pytest ended with status {done.returncode}: {done.stdout[-500:]}{done.stderr[-300:]}"]
-    passed = re.search(r"(\d+) passed", done.stdout)
+    done = ran(command, HERE.parents[1])
+    wrong = re.findall(r"^FAILED .*$|^ERROR .*$", done.out, re.M)
+    if done.status and not wrong:
+        wrong = [f"pytest ended with status {done.status}: {done.out[-500:]}{done.err[-300:]}"]
+    passed = re.search(r"(\d+) passed", done.out)
     count = int(passed[1]) if passed else 0
-    spent = time.perf_counter() - start
-    return {"name": f"tests marked trust: {count} passed", "inputs": count, "seconds": spent, "violations": wrong}
+    name = f"tests marked trust: {count} passed"
+    return [{"name": name, "inputs": count, "seconds": done.seconds, "violations": wrong}]
 
 
-def job(kind: str, group: str, thin: int) -> None:
+def job(kind: str, names: str, thin: int) -> None:
     """In the child: lines of the table as JSON."""
     import torch
 
     torch.set_num_threads(1)
-    for name in group.split("|"):
+    for name in names.split("|"):
         print(json.dumps(asdict(crash(name, thin) if kind == "crash" else fault(name, thin))), flush=True)
 
 
@@ -100,37 +119,44 @@ def fault(name: str, thin: int) -> Any:
     from trust import faults
 
     command = next(c for c in faults.COMMANDS if c.name == name)
-    once = ("ENOSPC",) if name in FULL_DISK else tuple(faults.ERRORS)
+    search = faults.SEARCHES.get(name, faults.ALL)
     with faults.shortened():
-        return faults.explore(command, once, () if name in FULL_DISK else ("ENOSPC",), STRIDES.get(name, 1) * thin)
+        return faults.explore(command, replace(search, stride=thin))
 
 
-def groups() -> Iterator[tuple[str, str]]:
+def jobs(only: list[str], inputs: int, thin: int) -> Iterator[Callable[[], list[Line]]]:
     """Long jobs first; short ones share a process, because importing torch takes longer than they do."""
+    import fuzz as targets
+
     from trust import faults, writers
 
-    yield "crash", "study"
-    for command in sorted(faults.COMMANDS, key=lambda c: c.name not in STRIDES):
-        yield "fault", command.name
-    yield "crash", "|".join(writer.name for writer in writers.WRITERS if writer.name != "study")
+    if "crash" in only:
+        yield partial(group, "crash", "study", thin)
+    if "tests" in only:
+        yield long_tests
+    if "fuzz" in only:
+        yield from (partial(fuzz, name, inputs) for name in targets.TARGETS)
+    if "fault" in only:
+        yield from (partial(group, "fault", command.name, thin) for command in faults.COMMANDS)
+    if "crash" in only:
+        yield partial(group, "crash", "|".join(w.name for w in writers.WRITERS if w.name != "study"), thin)
 
 
-def shown(found: list[dict[str, Any]]) -> str:
+def shown(found: list[Line]) -> str:
     body = []
-    for line in found:
+    for line in sorted(found, key=lambda line: line["name"].split(":")[0]):
         numbers = [line.get(key) or 0 for key in ("states", "failures", "inputs")]
         cells = [f"{n:,}" if n else "" for n in numbers]
         body.append((line["name"], *cells, f"{line['seconds']:.0f}", str(len(line["violations"]))))
     sums = [f"{sum(line.get(key) or 0 for line in found):,}" for key in ("states", "failures", "inputs")]
     wrong = sum(len(line["violations"]) for line in found)
-    body.append(("all", *sums, f"{sum(line['seconds'] for line in found):.0f}", str(wrong)))
+    body.append(("all", *sums, f"{sum(line['seconds'] for line in found):,.0f}", str(wrong)))
     rows = [HEAD, ("---", *["---:"] * 5), *body]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--inputs", type=int, default=10**6)
     parser.add_argument("--thin", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -141,29 +167,20 @@ def main() -> int:
     if given.job:
         job(*given.job, given.thin)
         return 0
-    import fuzz as targets
+    start = time.perf_counter()
+    found: list[Line] = []
 
-    end = time.perf_counter() + 60 * given.minutes
-    found: list[dict[str, Any]] = []
-
-    def tell(lines: list[dict[str, Any]]) -> None:
-        found.extend(lines)
-        for line in lines:
+    def tell(work: Callable[[], list[Line]]) -> None:
+        for line in work():
+            found.append(line)
             print(f"{line['name']}: {line['seconds']:.0f} s, {len(line['violations'])} violations", file=sys.stderr)
             for text in line["violations"][:5]:
                 print(f"    {text}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(given.cores) as pool:
-        wanted = [pair for pair in groups() if pair[0] in given.only]
-        jobs = [pool.submit(lambda p: tell(child(*p, given.minutes, given.thin)), pair) for pair in wanted]
-        jobs += [pool.submit(lambda: tell([long_tests()]))] if "tests" in given.only else []
-        for future in jobs:
+        for future in [pool.submit(tell, work) for work in jobs(given.only, given.inputs, given.thin)]:
             future.result()
-        share = given.cores * (end - time.perf_counter() - 20) / len(targets.TARGETS)
-        names = list(targets.TARGETS) if "fuzz" in given.only else []
-        for future in [pool.submit(lambda n: tell([fuzz(n, given.inputs, share)]), name) for name in names]:
-            future.result()
-    table = shown(found)
+    table = f"{shown(found)}\n\n{(time.perf_counter() - start) / 60:.0f} minutes by the clock"
     print(table)
     if given.out:
         given.out.write_text(table + "\n")
