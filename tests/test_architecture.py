@@ -148,17 +148,21 @@ def test_no_function_takes_many_parameters() -> None:
 
 def test_keywords_are_typed_one_by_one() -> None:
     """Every setting of a method is a keyword that an editor can complete, and every keyword is a setting."""
+    from rankwise.api import BenchOptions
     from rankwise.compression import Request
     from rankwise.compression.request import CompressOptions
+    from rankwise.deploy.bench import BenchJob
     from rankwise.methods import SettingChanges
     from rankwise.planning.planner import Settings
     from rankwise.pruning.filters import Filters
 
     settings = {*Settings.__dataclass_fields__, *Filters.__dataclass_fields__, "groups"}
     assert settings == set(SettingChanges.__annotations__)
+    assert {*BenchOptions.__annotations__, "folder"} == set(BenchJob.__dataclass_fields__)
     job = set(CompressOptions.__annotations__) - settings
     assert job <= {*Request.__dataclass_fields__, "latency", "data", "progress"}
-    for function in (rankwise.compress, rankwise.allocate, rankwise.build_table, rankwise.measure_times):
+    typed = (rankwise.compress, rankwise.allocate, rankwise.build_table, rankwise.measure_times)
+    for function in (*typed, rankwise.bench, rankwise.retrain, rankwise.smallest, rankwise.forecast):
         rest = [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD]
         assert [str(p.annotation).startswith("Unpack[") for p in rest] == [True], function
 

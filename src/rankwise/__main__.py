@@ -32,18 +32,22 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"rankwise {__version__}")
         return 0
     try:
+        if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+            raise RankwiseError(f"there is no command {given[0]!r}: the commands are {', '.join(COMMANDS)}")
         app = app_for([name for name in given[:1] if name in COMMANDS])
         result = typer.main.get_command(app).main(given or ["--help"], prog_name="rankwise", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except (RankwiseError, USAGE) as err:
-        sentence = err.format_message() if hasattr(err, "format_message") else str(err)
+        sentence = str(err)
+        if hasattr(err, "format_message"):  # a flag that is wrong or missing
+            sentence = f"{err.format_message().rstrip('.')}; see rankwise {' '.join(given[:1])} --help"
         print(f"rankwise: {in_flags(sentence)}", file=sys.stderr)
         return 2
     except (OSError, MemoryError, RuntimeError) as err:
-        sentence = _outside(err)
-        if sentence is None:
+        told = _outside(err)
+        if told is None:
             raise
-        print(f"rankwise: {' '.join(sentence.split())}", file=sys.stderr)
+        print(f"rankwise: {' '.join(told.split())}", file=sys.stderr)
         return 1
     except (typer.Abort, KeyboardInterrupt, Interrupted) as err:
         print(f"rankwise: {str(err) or 'interrupted'}", file=sys.stderr)

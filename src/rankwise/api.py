@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
@@ -122,13 +121,25 @@ def retrain(
     return steps.retrain(Path(folder), run, base)
 
 
-def bench(folder: str | Path, **options: Any) -> dict[str, Any]:
+class BenchOptions(TypedDict, total=False):
+    """What `bench` takes beside a folder."""
+
+    base: str | None  # the network to rebuild, for a folder that was made from file.py:factory
+    input: str | None  # shape of an input, such as "1,3,224,224"
+    batches: tuple[int, ...]
+    threads: tuple[int, ...]
+    engines: tuple[str, ...]  # of eager, compiled, onnx
+    layout: str  # contiguous or channels-last
+    fuse: bool  # fold batch norms into the layers before them
+    repeats: int  # runs that count, at most
+
+
+def bench(folder: str | Path, **options: Unpack[BenchOptions]) -> dict[str, Any]:
     """Time, memory and file size of a compressed network against the dense one.
 
     Args:
         folder: what `rankwise.save` or `rankwise compress` wrote.
-        options: fields of `BenchJob`: base, input ("1,3,224,224"), batches, threads, engines (eager, compiled, onnx),
-            layout, fuse, repeats.
+        options: batches=, threads=, engines= (eager, compiled, onnx), layout=, fuse=, repeats= …; see `BenchOptions`.
 
     Returns:
         One dict: "times" with a row for each engine, number of threads and batch; params, macs, bytes and memory.
@@ -140,7 +151,7 @@ def bench(folder: str | Path, **options: Any) -> dict[str, Any]:
     >>> found["params"]["compressed"] < found["params"]["dense"], found["times"][0]["ratio"] > 0
     (True, True)
     """
-    known = [field.name for field in fields(BenchJob) if field.name != "folder"]
+    known = BenchOptions.__annotations__
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise RankwiseError(f"unknown keyword {unknown[0]!r}: bench takes {', '.join(known)}")

@@ -166,6 +166,8 @@ def test_a_folder_that_cannot_be_written_is_found_first(
 def test_percent_is_asked_back(capsys: Capture, tmp_path: Path, weights: Path) -> None:
     model = networks.build("digits-cnn")
     assert "40 % is keep=0.4?" in check_sentence(lambda: rw.compress(model, keep=40))
+    small = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    assert "40 % is keep=0.4?" in check_sentence(lambda: rw.compress(small, keep=40))
     assert "50 % is macs=0.5?" in check_sentence(lambda: rw.compress(model, torch.zeros(1, 1, 8, 8), macs=50))
     flags = ["--weights", weights, "--keep", 40, "--out", tmp_path / "o"]
     assert "40 % is keep=0.4?" in refused(capsys, "compress", "digits-cnn", *flags)
@@ -355,6 +357,12 @@ print("heavy:", [name for name in ("torch", "numpy", "plotly", "torchvision") if
     assert done.stdout.splitlines()[0] == f"rankwise {rw.__version__}"
     assert done.stdout.splitlines()[-1] == "heavy: []"
     assert all(f"Usage: rankwise {name} [OPTIONS]" in done.stdout for name in COMMANDS)
+
+
+def test_wrong_usage_says_where_to_look(capsys: Capture) -> None:
+    assert f"the commands are {', '.join(COMMANDS)}" in refused(capsys, "shrink", "digits-cnn")
+    assert refused(capsys, "compress").endswith("MODEL'; see rankwise compress --help\n")
+    assert "--keep" in refused(capsys, "compress", "digits-cnn", "--kep", 0.4)
 
 
 def test_help_lists_what_the_registries_hold() -> None:

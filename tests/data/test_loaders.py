@@ -65,6 +65,7 @@ DATA = {
     "an array": lambda: X.numpy(),
     "arrays": lambda: [X.numpy()],
     "dicts by the argument's name": lambda: [{"x": X, "label": Y}],
+    "one dict": lambda: {"x": X, "label": Y},
     "dicts by another name": lambda: [{"image": X, "label": Y}],
     "inputs of several parts, with labels": lambda: [((X,), Y)],
 }
@@ -113,5 +114,7 @@ def test_what_is_not_clear_is_asked() -> None:
     said = check_sentence(lambda: rw.compress(net(), keep=0.6, data=[{"left": X, "right": X}]))
     assert "'left': 48×12" in said
     assert "input=" in said
-    assert "input=5" in check_sentence(lambda: rw.compress(net(), keep=0.6, data=[(X, Y)], input=5))
+    assert "give one of 0, 1" in check_sentence(lambda: rw.compress(net(), keep=0.6, data=[(X, Y)], input=5))
+    assert "give one of 'x'" in check_sentence(lambda: rw.compress(net(), keep=0.6, data=[{"x": X}], input="y"))
+    assert "leave it out" in check_sentence(lambda: rw.compress(net(), keep=0.6, data=X, input=1))
     assert "DataLoader" in check_sentence(lambda: rw.compress(net(), keep=0.6, data=3))

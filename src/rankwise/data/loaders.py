@@ -46,10 +46,13 @@ class Cleaned:
         return _tensor(batch)
 
     def _picked(self, batch: Any, part: int | str) -> Any:
-        try:
-            return _tensor(batch[part])
-        except (KeyError, IndexError, TypeError):
-            raise RankwiseError(f"input={part!r} was given, and a batch of the data is {_shape(batch)}") from None
+        parts: dict[Any, Any] = {}  # a tensor has none: its first entry would be one example
+        if isinstance(batch, Mapping | tuple | list):
+            parts = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+        if part in parts:
+            return _tensor(parts[part])
+        possible = f"give one of {', '.join(map(repr, parts))}" if parts else "leave it out"
+        raise RankwiseError(f"input={part!r} was given, and a batch of the data is {_shape(batch)}: {possible}")
 
     def _of_dict(self, batch: Mapping[str, Any]) -> Any:
         tensors = {key: _tensor(value) for key, value in batch.items()}
@@ -102,15 +105,20 @@ class Cleaned:
 def clean(data: Any, model: nn.Module, example: Any, part: int | str | None = None) -> Any:
     """Data for a network: a tensor stays one, a map-style data set is read in batches, anything else is cleaned.
 
-    What has `batches` knows itself what is input and what is label. A generator stays one, and is read once.
+    What has `batches` knows itself what is input and what is label. A dict is one batch. A generator stays one, and is
+    read once.
     """
     if isinstance(data, Tensor | np.ndarray):
+        if part is not None:
+            raise RankwiseError(f"input={part!r} was given, and the data is a tensor, which is the input: leave it out")
         return _tensor(data)
     if hasattr(data, "batches"):
         return data
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=BATCH)
-    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
+    if isinstance(data, Mapping):
+        data = [data]
+    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
         raise RankwiseError(
             f"data={type(data).__name__} was given: give a tensor, a DataLoader, a list of batches, or the name of a "
             f"data set such as 'digits'"

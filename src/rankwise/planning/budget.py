@@ -43,7 +43,7 @@ class Budget:
         for field, value in {"params": params, "macs": macs, "latency": latency, "others": given}.items():
             object.__setattr__(self, field, value)
         if not self.units:
-            raise RankwiseError(f"a budget needs at least one of {_possible()}")
+            raise RankwiseError(f"no budget was given: give keep=0.4, for instance, or one of {_possible()}")
         for name in self.units:
             _check(UNITS[name], getattr(self, name))
 
@@ -87,7 +87,7 @@ def check_sizes(budget: Budget | None, coverage: Coverage) -> None:
     for name in () if budget is None else budget.units:
         value, unit = getattr(budget, name), UNITS[name]
         total = None if unit.timed else unit.whole(coverage, None)
-        if total is not None and 1 < value <= 100 and 100 * value < total:
+        if total is not None and 1 < value <= 100 and 10 * value < total:
             keyword = "keep" if name == PARAMS.name else name
             raise BudgetError(
                 f"{keyword}={value:g} is above 1, so it is a count: {unit.amount(int(value))} of {unit.show(total)}; "
