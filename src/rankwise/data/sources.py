@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.data.hub import hub_or_cache
 from rankwise.data.images import Rows
 from rankwise.errors import RankwiseError, need
 
@@ -94,6 +95,7 @@ def hub(place: str) -> Source:
     with (
         _one_sentence(f"hub:{place}", "check the name and the network, or give parquet:FOLDER"),
         _quiet(library),
+        hub_or_cache(),
     ):
         table = library.load_dataset(place)
     found = {_SPLIT_NAMES.get(split, split): split for split in table}

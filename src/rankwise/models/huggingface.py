@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rankwise.data.hub import hub_or_cache
 from rankwise.data.tokens import PAIRS, most_tokens, role_of, takes_text, text_config
 from rankwise.errors import RankwiseError, need
 from rankwise.models.spec import Spec
@@ -34,7 +35,7 @@ def open_network(spec: Spec) -> nn.Module:
     if dtype not in DTYPES:
         raise RankwiseError(f"{spec.text!r} asks for dtype={dtype}: possible are {', '.join(DTYPES)}")
     named = options.pop("class", None)
-    with _one_sentence(spec), quiet():
+    with _one_sentence(spec), quiet(), hub_or_cache():
         cls = _class(spec, named, _config(spec, options))
         loaded = cls.from_pretrained(
             spec.name, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True, **options

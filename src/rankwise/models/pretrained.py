@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from rankwise.data.hub import hub_or_cache
 from rankwise.errors import RankwiseError
 from rankwise.models.spec import Spec, near
 
@@ -80,6 +81,6 @@ def is_random(spec: Spec) -> bool:
 
 
 def download(make: Any, spec: Spec, options: dict[str, Any]) -> nn.Module:
-    with downloading(spec):
+    with downloading(spec), hub_or_cache():
         model: nn.Module = make(**options)
         return model
