@@ -235,7 +235,7 @@ def test_a_script_imports_what_it_likes_after_us(first: str, tmp_path: Path) -> 
     for package in ("torchvision", "timm", "transformers"):
         pytest.importorskip(package)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(first=first)], capture_output=True, text=True, cwd=tmp_path, timeout=300
+        [sys.executable, "-c", SCRIPT.format(first=first)], capture_output=True, text=True, cwd=tmp_path, timeout=900
     )
     assert done.stdout == "torch.Size([1, 2])", done.stderr
 
@@ -255,7 +255,7 @@ def test_ctrl_c_says_what_became_of_the_folder(tmp_path: Path) -> None:
     assert child.stdout.readline() == "here\n"
     time.sleep(0.2)
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=900)
     assert child.returncode == 130
     assert err.splitlines()[-1] == "rankwise: interrupted; nothing was written"
     assert not (tmp_path / "o").exists()
@@ -404,14 +404,21 @@ def test_progress_is_a_line_every_few_seconds_without_a_terminal(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "BEAT", 0.02)
+
+    def seen(text: str) -> bool:
+        """Within a minute: on a busy machine the thread that prints may wait."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if any(line.startswith(text) for line in capsys.readouterr().err.splitlines()):
+                return True
+            time.sleep(0.02)
+        return False
+
     with progress.progress("outer"):
         with progress.progress("inner") as report:
             report("conv1", 3, 20)
-            time.sleep(0.3)
-        time.sleep(0.3)
-    lines = capsys.readouterr().err.splitlines()
-    assert any(line.startswith("inner conv1 3/20, ") for line in lines)
-    assert lines[-1].startswith("outer, ")
+            assert seen("inner conv1 3/20, ")
+        assert seen("outer, ")
 
 
 def test_a_study_says_what_it_does_from_the_first_second(

@@ -119,7 +119,7 @@ def test_fine_tuning_in_two_processes(tmp_path: Path) -> None:
         for r in (0, 1)
     ]
     for process in both:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         assert out == "fine\n", err
 
 

@@ -86,7 +86,7 @@ def together(*arguments: str) -> None:
         processes.append(subprocess.Popen(command, env={**os.environ, **place}, stderr=subprocess.PIPE, text=True))
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=240)
+            _, errors = process.communicate(timeout=900)
             assert process.returncode == 0, errors
     finally:
         for process in processes:

@@ -1,6 +1,6 @@
 """`make trust`: crash states, failing operations, fuzzing and the long tests, as one table.
 
-    python tests/trust/run.py [--inputs 1000000] [--only crash fault tests fuzz] [--thin 1] [--cores 2] [--out FILE]
+    python tests/trust/run.py [--inputs 1000000] [--only KIND …] [--thin 1] [--cores 2] [--out FILE]
 
 Jobs run in two processes at a time. Seconds are those of the processor, so that the table means the same on a busy
 machine. With --thin N about one N-th of the crash states and of the failing operations is tried.
@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent)]
-KINDS = ["fuzz", "crash", "fault", "tests"]
+KINDS = ["fuzz", "crash", "fault", "tests", "supply"]
 HEAD = ("writer or reader", "states", "failures", "inputs", "seconds", "violations")
 Line = dict[str, Any]
 
@@ -98,6 +98,16 @@ def long_tests() -> list[Line]:
     return [{"name": name, "inputs": count, "seconds": done.seconds, "violations": wrong}]
 
 
+def supply() -> list[Line]:
+    """The pins beside what the package index says of them; what could not be asked is part of the name."""
+    done = ran([sys.executable, str(HERE / "audit.py")])
+    found = (
+        json.loads(done.out) if done.out.startswith("{") else {"asked": 0, "unknown": [], "wrong": [done.err[-300:]]}
+    )
+    name = "; ".join(["supply: pinned dependencies", *(f"not known: {text}" for text in found["unknown"])])
+    return [{"name": name, "inputs": found["asked"], "seconds": done.seconds, "violations": found["wrong"]}]
+
+
 def job(kind: str, names: str, thin: int) -> None:
     """In the child: lines of the table as JSON."""
     import torch
@@ -134,6 +144,8 @@ def jobs(only: list[str], inputs: int, thin: int) -> Iterator[Callable[[], list[
         yield partial(group, "crash", "study", thin)
     if "tests" in only:
         yield long_tests
+    if "supply" in only:
+        yield supply
     if "fuzz" in only:
         yield from (partial(fuzz, name, inputs) for name in targets.TARGETS)
     if "fault" in only:

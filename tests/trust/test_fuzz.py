@@ -141,7 +141,7 @@ else:
 def limited(kind: str, path: Path, gigabytes: float = 3) -> str:
     command = [sys.executable, "-c", LIMITED, str(int(gigabytes * 2**30)), kind, str(path)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from trust import audit
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 
@@ -63,6 +65,8 @@ def test_nothing_of_the_machine_is_written(tmp_path: Path) -> None:
     alone(folder, "compress", "trained", "--keep", "0.5", "--method", "svd", "--out", "small")
     alone(folder, "run", "s.toml", "--workers", "1", "--out", "r")
     alone(folder, "report", "r", "-o", "r.html")
+    alone(folder, "export", "small", "--to", "exported", "--input", "1,1,8,8")
+    alone(folder, "evaluate", "small", "--data", "digits", "--limit", "48")
     words = [str(tmp_path), "a-private-place", SECRET, "MY_TOKEN", str(Path.home()) + "/"]
     words += [word for word in (socket.gethostname(), getpass.getuser()) if len(word) > 5]  # "vm" is in every page
     written = [path for path in folder.rglob("*") if path.is_file()]
@@ -71,6 +75,25 @@ def test_nothing_of_the_machine_is_written(tmp_path: Path) -> None:
         content = path.read_bytes()
         for word in words:
             assert word.encode() not in content, f"{path.name} holds {word!r}"
+
+
+def test_withdrawn_releases_and_missing_data_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit of `make trust`: no answer is not taken for a good one."""
+    known = {"a": {"releases": {"1": [{"yanked": True}], "2": [{"yanked": False}]}}, "b": None}
+    monkeypatch.setattr(audit, "pins", lambda: [("a", "1"), ("a", "2"), ("b", "1")])
+    monkeypatch.setattr(audit, "fetch", known.get)
+    found = audit.audit()
+    assert found.wrong == ["a==1 was withdrawn by its authors"]
+    assert found.asked == 2
+    assert [text.split(":")[0] for text in found.unknown] == [
+        "1 pins are not in the index that can be reached",
+        "known vulnerabilities",
+    ]
+    known["/".join(audit.CONTROL)] = {"vulnerabilities": [{"id": "CVE-1"}]}
+    known["a/2"] = {"vulnerabilities": [{"id": "CVE-2"}]}
+    found = audit.audit()
+    assert found.wrong == ["a==1 was withdrawn by its authors", "a==2: CVE-2"]
+    assert len(found.unknown) == 1
 
 
 def test_every_dependency_has_a_pin() -> None:
