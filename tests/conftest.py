@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,6 +32,28 @@ settings.load_profile("deterministic")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and the tests of each file, in random order")
+    parser.addoption(
+        "--cpu", type=int, metavar="N", help="show the N tests that take most of the processor (with -n 0)"
+    )
+
+
+_SPENT: dict[str, float] = {}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Seconds of the processor, those of processes that the test waited for included."""
+    start = sum(os.times()[:4])
+    yield
+    _SPENT[item.nodeid] = sum(os.times()[:4]) - start
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    count = config.getoption("--cpu") or 0
+    for name in sorted(_SPENT, key=_SPENT.__getitem__, reverse=True)[:count]:
+        terminalreporter.write_line(f"{_SPENT[name]:8.2f} CPU s  {name}")
+    if count:
+        terminalreporter.write_line(f"{sum(_SPENT.values()):8.2f} CPU s  all {len(_SPENT)} tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
