@@ -150,6 +150,7 @@ class Search:
     allocations: int = 0
     stride: int = 1
     lasting_stride: int = 1
+    enough: int = 1 << 30  # violations
 
 
 def explore(command: Command, search: Search) -> Found:
@@ -168,11 +169,11 @@ def explore(command: Command, search: Search) -> Found:
         assert old != new, "the command changes something, or the test could not fail"
         known = (ready, top / "at", old, new)
         for error in search.once:
-            _every(command, (error,), False, search.stride, known, found)
+            _every(command, search, (error,), False, known, found)
         if search.in_turn:
-            _every(command, search.in_turn, False, search.stride, known, found)
+            _every(command, search, search.in_turn, False, known, found)
         for error in search.lasting:
-            _every(command, (error,), True, search.stride * search.lasting_stride, known, found)
+            _every(command, search, (error,), True, known, found)
         _allocations(command, search.allocations, known, found)
         if command.opaque:
             _limited(command, known, found)
@@ -180,9 +181,11 @@ def explore(command: Command, search: Search) -> Found:
     return found
 
 
-def _every(command: Command, errors: tuple[str, ...], lasting: bool, stride: int, known: Known, found: Found) -> None:
+def _every(
+    command: Command, search: Search, errors: tuple[str, ...], lasting: bool, known: Known, found: Found
+) -> None:
     nth = 1
-    while True:
+    while len(found.violations) < search.enough:
         name = errors[nth % len(errors)]
         fault = Fault(known[1] / "disk", nth, ERRORS[name], lasting)
         _copy(known[0], fault.root)
@@ -193,7 +196,7 @@ def _every(command: Command, errors: tuple[str, ...], lasting: bool, stride: int
             return
         found.failures += 1
         _judge(command, fault.root, known, found, f"{label} ({fault.where})", status, said, tidy=not lasting)
-        nth += stride
+        nth += search.stride * (search.lasting_stride if lasting else 1)
 
 
 def _allocations(command: Command, wanted: int, known: Known, found: Found) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 @pytest.mark.parametrize(
     ("command", "search"),
     [
-        (faults.COMPRESS, Search(("EIO", "MemoryError"), stride=3, allocations=3)),
+        (faults.COMPRESS, Search(("EIO", "MemoryError"), stride=5, allocations=3)),
         (faults.TRAIN, Search(("ENOSPC",), lasting=(), stride=7, allocations=1)),
         (faults.RETRAIN, Search(("EIO",), lasting=(), stride=11)),
         (faults.RUN, Search(("EACCES",), lasting=(), stride=41, allocations=1)),
@@ -38,4 +38,4 @@ def test_a_mistake_would_be_found(safeguard: str, monkeypatch: pytest.MonkeyPatc
         real = disk._replace
         monkeypatch.setattr(disk, "_replace", lambda part, path, tries: real(part, path, 1))  # never tried again
     with faults.shortened():
-        assert faults.explore(faults.COMPRESS, Search(("EIO",), lasting=())).violations
+        assert faults.explore(faults.COMPRESS, Search(("EIO",), lasting=(), enough=1)).violations
