@@ -31,7 +31,8 @@ def test_the_hub_is_off_for_as_long_as_it_cannot_be_found(monkeypatch: pytest.Mo
             assert constants.is_offline_mode()
             raise ZeroDivisionError
 
-    pytest.raises(ZeroDivisionError, read)
+    with pytest.raises(ZeroDivisionError):
+        read()
     assert not constants.is_offline_mode()
 
 

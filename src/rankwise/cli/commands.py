@@ -15,7 +15,7 @@ from rankwise.errors import Interrupted
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "inspect": ("look", "inspect", "Every layer with its shape, params and macs, and whether it can be decomposed."),
     "compress": ("compress", "compress", "Plan, decompose, write a folder, and read it back before saying done."),
-    "evaluate": ("look", "evaluate", "Accuracy, or perplexity on text, of a network or a folder that `compress` wrote."),
+    "evaluate": ("look", "evaluate", "Accuracy, or perplexity on text, of a network or folder that `compress` wrote."),
     "train": ("train", "train", "Train a network; DIR can then be compressed and evaluated like any MODEL."),
     "retrain": ("train", "retrain", "Retrain a compressed network by the last epochs of a recipe."),
     "iterate": ("train", "iterate", "Train, then compress, retrain and project back in each round."),

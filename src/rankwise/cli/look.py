@@ -60,7 +60,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option("--limit", help="Only so many images or windows, evenly spaced.")] = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Accuracy, or perplexity on text, of a network or a folder that `compress` wrote.
+    """Accuracy, or perplexity on text, of a network or folder that `compress` wrote.
 
     Of a folder that `iterate` wrote, the network of its last round is scored.
     """
