@@ -122,7 +122,8 @@ def crash(name: str, thin: int) -> Any:
     from trust import writers
 
     writer = next(w for w in writers.WRITERS if w.name == name)
-    return crashes.explore(writer, max(32, 512 // thin), every={"study": 2000}.get(name, 60) * thin)
+    most, every = {"study": (128, 2000)}.get(name, (512, 60))
+    return crashes.explore(writer, max(32, most // thin), every=every * thin)
 
 
 def fault(name: str, thin: int) -> Any:
