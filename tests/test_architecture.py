@@ -19,6 +19,7 @@ ORDER = [
     "decompositions",
     "planning",
     "surgery data",
+    "hf",
     "calibration timing",
     "pruning",
     "methods",

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from rankwise.compression import compress
     from rankwise.core.layer import Coverage, Layer, Skipped
     from rankwise.methods import METHODS, Method, allocate, build_table
+    from rankwise.models.networks import load
     from rankwise.planning.budget import Budget
     from rankwise.planning.plan import Choice, Plan, Pruned
     from rankwise.planning.table import Table
     from rankwise.planning.times import Times
-    from rankwise.surgery.checkpoint import load, save
+    from rankwise.surgery.checkpoint import save
     from rankwise.surgery.coverage import find_layers
     from rankwise.surgery.fuse import fuse
     from rankwise.surgery.modules import GroupedLinear
@@ -39,7 +40,8 @@ _WHERE = {
     "planning.plan": "Choice Plan Pruned",
     "planning.table": "Table",
     "planning.times": "Times",
-    "surgery.checkpoint": "load save",
+    "models.networks": "load",
+    "surgery.checkpoint": "save",
     "surgery.coverage": "find_layers",
     "surgery.fuse": "fuse",
     "surgery.modules": "GroupedLinear",

@@ -204,7 +204,7 @@ def smallest(
     model: nn.Module,
     example: Example | None,
     metric: Metric,
-    max_drop: float = 1.0,
+    max_drop: float | str = 1.0,
     unit: str = PARAMS.name,
     higher_is_better: bool = True,
     **options: Unpack[PlanOptions],
@@ -215,7 +215,7 @@ def smallest(
         model: the network; its own score is what losses are counted from.
         example: an input, as for `compress`; None where the budget does not need one.
         metric: any function from a network, in eval mode, to a number: top-1, mIoU, Spearman, perplexity, your own.
-        max_drop: how much of the metric may be lost, in its own unit.
+        max_drop: how much of the metric may be lost, in its own unit; "5%" is a share of what the model has.
         unit: of what the network is smallest: params, macs, latency.
         higher_is_better: False for a loss or a perplexity.
         options: as for `compress`: method=, data=, exclude=, recover= …
@@ -244,7 +244,7 @@ def smallest(
 def smallest_for(
     job: Compression,
     metric: Metric,
-    max_drop: float,
+    max_drop: float | str,
     unit: str,
     higher_is_better: bool = True,
     tell: limits.Tell | None = None,
@@ -266,7 +266,7 @@ def smallest_for(
         raise RankwiseError(
             f"the metric of the network as it is, is {whole}: a finite number is needed to compare with"
         )
-    return limits.smallest(job.run, measured, whole, max_drop, unit, tell)
+    return limits.smallest(job.run, measured, whole, limits.allowed(max_drop, whole), unit, tell)
 
 
 def number(value: object) -> float:

@@ -20,7 +20,7 @@ from rankwise.training.limits import check_limit
 class Limit:
     """What --max-drop asks for: the smallest network, in a unit, that loses at most so much of a metric."""
 
-    most: float
+    most: float | str
     unit: str
     data: str | None
     metric: Metric | None = None
@@ -28,7 +28,7 @@ class Limit:
 
 
 def limit_for(
-    most: float | None, unit: str, data: str | None, metric: str | None, lower: bool, budget: bool
+    most: str | None, unit: str, data: str | None, metric: str | None, lower: bool, budget: bool
 ) -> Limit | None:
     """What --max-drop and its flags ask for; None where a budget is given instead."""
     if lower and metric is None:
@@ -45,8 +45,8 @@ def limit_for(
             "FILE.py:FUNCTION"
         )
     check_limit(most, unit)
-    if metric is None and most >= 100:
-        raise RankwiseError(f"--max-drop {most:g} was given: give points of accuracy, from 0 to below 100")
+    if metric is None and not most.endswith("%") and float(most) >= 100:
+        raise RankwiseError(f"--max-drop {most} was given: give points of accuracy or perplexity, from 0 to below 100")
     return Limit(most, unit, data, None if metric is None else load_function(metric), lower)
 
 

@@ -30,9 +30,11 @@ def compress(
         typer.Option("--budget", metavar="UNIT=VALUE", help=words.BUDGET),
     ] = None,
     max_drop: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            "--max-drop", metavar="POINTS", help="Instead of a budget: lose at most this on val, or of --metric."
+            "--max-drop",
+            metavar="DROP",
+            help="Instead of a budget: lose at most this on val, or of --metric; points, or a share such as 5%.",
         ),
     ] = None,
     unit: Annotated[str, typer.Option("--unit", help=f"For --max-drop: smallest in {words.UNITS}.")] = "params",

@@ -126,7 +126,9 @@ def export_command(
 
 
 def _need_folder(folder: Path) -> None:
-    if not (folder / "plan.json").is_file():
+    from rankwise.surgery.checkpoint import is_compressed
+
+    if not is_compressed(folder):
         raise RankwiseError(f"{folder} is not a compressed network: give a folder that `rankwise compress` wrote")
 
 

@@ -25,7 +25,7 @@ def open_model(spec: str, weights: Path | None, base: str | None) -> nn.Module:
 def last_round(spec: str) -> str:
     """The folder of the last round that `iterate` finished in this folder; anything else as it is."""
     folder = Path(spec)
-    if any((folder / name).exists() for name in ("plan.json", networks.WEIGHTS)):
+    if any((folder / name).exists() for name in ("plan.json", "config.json", networks.WEIGHTS)):
         return spec
     done = [p for p in folder.glob("round-*") if p.name[6:].isdecimal() and (p / "row.json").is_file()]
     return str(max(done, key=lambda p: int(p.name[6:]))) if done else spec

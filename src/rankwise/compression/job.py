@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from importlib import import_module
 
 from torch import nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
@@ -35,6 +36,7 @@ from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import find_norms, fuse_norms
 from rankwise.surgery.layout import lay_out_
 from rankwise.surgery.narrow import check_entry
+from rankwise.surgery.pretrained_folder import is_pretrained
 from rankwise.surgery.replace import follow, match_layers
 from rankwise.surgery.trained import check_weights, weights_hash
 from rankwise.timing.clock import Timing
@@ -296,6 +298,8 @@ class Compression:
             params = sum(p.numel() for p in small.parameters())
             plan = replace(plan, fused=norms, after=replace(plan.after, params=params))
         lay_out_(small, plan.layout)
+        if is_pretrained(small):
+            import_module("rankwise.hf").attach_(small, plan)
         return small, plan
 
     def run(self, budget: Budget | None) -> tuple[nn.Module, Plan]:

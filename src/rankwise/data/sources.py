@@ -53,7 +53,7 @@ def parquet(place: str) -> Source:
 
 def holds_text(place: str, columns: tuple[str, ...]) -> bool:
     """Whether the first parquet file of a folder has one of these columns, and none with images."""
-    first = next(iter(sorted(Path(place).rglob("*.parquet"))), None) if Path(place).is_dir() else None
+    first = next(iter(sorted(Path(place).rglob("*.parquet"))), None) if os.path.isdir(place) else None
     if first is None:
         return False
     with _one_sentence(f"parquet:{place}", "check or replace its files"):

@@ -17,6 +17,7 @@ that a network is never judged on what it was calibrated on. `all` is the whole 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,7 +104,7 @@ def is_text(spec: str) -> bool:
 def default_split(spec: str) -> str:
     """What is scored unless a split is named: test, or all of a single file."""
     kind, _, place = spec.partition(":")
-    return ALL if kind in KINDS and not Path(place).is_dir() else "test"
+    return ALL if kind in KINDS and not os.path.isdir(place) else "test"
 
 
 def load_text(spec: str, split: str, reader: Reader, length: int | None = None) -> TextSplit:
@@ -129,9 +130,9 @@ def _find(spec: str, split: str) -> tuple[Callable[[], Iterator[str]], Share]:
     """How to read the documents of a split, and which share of what is read belongs to it."""
     kind, _, place = spec.partition(":")
     path, ending = Path(place), KINDS.get(kind, ".parquet")
-    if kind != "parquet" and path.is_file():
+    if kind != "parquet" and os.path.isfile(path):
         return lambda: _documents(kind, path), _share(spec, split, ())[1]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise RankwiseError(f"there is no file {place}: give a {ending} file, or a folder with train{ending}")
     found: dict[str, list[Path]] = {}
     for file in sorted(path.rglob(f"*{ending}")):

@@ -7,8 +7,10 @@ The class is the one that config.json names under "architectures", if transforme
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from rankwise.data.hub import hub_or_cache
 from rankwise.data.tokens import PAIRS, most_tokens, role_of, takes_text, text_config
 from rankwise.errors import RankwiseError, need
 from rankwise.models.spec import Spec
+from rankwise.surgery.pretrained_folder import METHOD
 
 OPTIONS = ("class", "dtype", "revision", "add_pooling_layer")
 LENGTH = 64  # tokens of an example, unless a length is given
@@ -48,10 +51,13 @@ def open_network(spec: Spec) -> nn.Module:
 def _config(spec: Spec, options: dict[str, Any]) -> Any:
     library = need("transformers", extra="hf", purpose="a Hugging Face network")
     place = Path(spec.name)
-    if place.exists() and not (place / "config.json").is_file():
+    if os.path.exists(place) and not os.path.isfile(place / "config.json"):
         raise RankwiseError(f"{spec.name} has no config.json: give a folder that save_pretrained wrote")
     revision = {key: options[key] for key in ("revision",) if key in options}
-    return library.AutoConfig.from_pretrained(spec.name, trust_remote_code=False, **revision)
+    config = library.AutoConfig.from_pretrained(spec.name, trust_remote_code=False, **revision)
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == METHOD:
+        import_module("rankwise.hf")  # teaches transformers to open such a folder
+    return config
 
 
 def _class(spec: Spec, named: object, config: Any) -> Any:
@@ -89,7 +95,7 @@ def _one_sentence(spec: Spec) -> Iterator[None]:
         raise
     except Exception as err:  # transformers, the hub, safetensors and requests have no error in common
         why = " ".join((str(err).strip().splitlines() or [""])[:2])
-        if Path(spec.name).exists():
+        if os.path.exists(spec.name):
             advice = "check the folder"
         elif spec.name.startswith((".", "/")) or spec.name.count("/") > 1:
             advice = "there is no such folder"

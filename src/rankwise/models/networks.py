@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,16 @@ from rankwise.models.vision import import_torchvision
 from rankwise.models.weights import load_weights_
 from rankwise.models.zoo import NETWORKS
 
-__all__ = ["architecture", "build", "default_input", "fit_spec", "has_random_weights", "load_weights_"]
+__all__ = [
+    "architecture",
+    "build",
+    "default_input",
+    "fit_spec",
+    "has_random_weights",
+    "is_folder_for_transformers",
+    "load",
+    "load_weights_",
+]
 
 WEIGHTS = "model.safetensors"
 
@@ -129,6 +139,10 @@ def _build(spec: Spec, allow_code: bool, base: str | None, seen: tuple[Path, ...
 
 def _rebuild(spec: Spec, allow_code: bool, base: str | None, seen: tuple[Path, ...]) -> nn.Module:
     seen = _visit(spec, seen)
+    if base is None and is_folder_for_transformers(spec.name):
+        from rankwise.models import huggingface
+
+        return huggingface.open_network(Spec(spec.text, "hf", spec.name, {}))
     inner = _base_of(spec) if base is None else parse(base)
     if base is None and inner.kind == "file":
         raise RankwiseError(
@@ -142,6 +156,51 @@ def _rebuild(spec: Spec, allow_code: bool, base: str | None, seen: tuple[Path, .
     from rankwise.surgery import checkpoint
 
     return checkpoint.load(spec.name, model)
+
+
+def is_folder_for_transformers(folder: str) -> bool:
+    """Whether `compress` wrote this folder for a network of transformers: it needs no base."""
+    from rankwise.surgery.pretrained_folder import plan_in
+
+    return plan_in(Path(folder)) is not None
+
+
+def load(folder: str | Path, model: nn.Module | None = None) -> nn.Module:
+    """The compressed network in a folder, as `save` wrote it. Nothing in the folder is executed.
+
+    Args:
+        folder: what `save` or `rankwise compress` wrote.
+        model: the kind of network that the plan was made for; its weights do not matter. Not needed where the folder
+            says what it is: a network of transformers, or one that a MODEL specification names.
+
+    Returns:
+        The compressed network, equal to the saved one to the last digit.
+
+    >>> import tempfile, rankwise as rw
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 20))
+    >>> small, plan = rw.compress(model, method="svd", keep=0.7)
+    >>> folder = tempfile.mkdtemp()
+    >>> rw.save(small, plan, folder)
+    >>> sum(p.numel() for p in rw.load(folder, model).parameters()) == plan.after.params
+    True
+    """
+    from rankwise.surgery import checkpoint
+
+    if model is not None:
+        return checkpoint.load(folder, model)
+    if not os.path.isdir(folder):
+        raise RankwiseError(f"{folder} is not a folder: give one that rankwise.save or rankwise compress wrote")
+    if not is_folder_for_transformers(str(folder)):
+        made_from = checkpoint.read_plan(folder).model
+        try:
+            parse(made_from)
+        except RankwiseError:
+            raise RankwiseError(
+                f"{folder} was made from {made_from!r}, which cannot be built from its name: give the torch.nn.Module "
+                "that it was made from, too"
+            ) from None
+    return _build(Spec(str(folder), "folder", str(folder), {}), True, None, ())
 
 
 def _is_compressed(folder: Spec) -> bool:

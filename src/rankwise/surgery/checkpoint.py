@@ -9,19 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from rankwise.core import files
-from rankwise.core.disk import part_of
+from rankwise.core.disk import part_of, remove
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Plan
 from rankwise.surgery.fuse import fuse_norms_
@@ -29,14 +26,28 @@ from rankwise.surgery.layout import lay_out_
 from rankwise.surgery.modules import mark_of, recipe
 from rankwise.surgery.narrow import narrowed
 from rankwise.surgery.pairs import decision_of
+from rankwise.surgery.pretrained_folder import CONFIG, files_for, is_pretrained, plan_in
 from rankwise.surgery.replace import copy_model, need_module, replace_layers_
+from rankwise.surgery.weights_file import (
+    LARGEST,
+    PLAN,
+    WEIGHTS,
+    read_header,
+    read_tensors,
+    remove_stale,
+    weights_in,
+    write_parts,
+)
 
 _TRIES = 100  # half a second
-PLAN, WEIGHTS = "plan.json", "model.safetensors"
+__all__ = ["PLAN", "WEIGHTS", "hashes", "is_compressed", "load", "plan_hash", "read_plan", "save"]
 
 
 def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
-    """Write plan.json and model.safetensors, whole or not at all.
+    """Write plan.json and model.safetensors, whole or not at all; of a network of transformers a folder for it, too.
+
+    Such a folder has config.json with the plan in it, the tokenizer and a README, and `import rankwise.hf` teaches
+    transformers to open it. Weights of more than 4 GB are several files with an index.
 
     Args:
         model: what `compress` or `apply_plan` gave, trained since or not.
@@ -80,12 +91,20 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
     tensors, same = _unshared(model.state_dict())
     # One key only: safetensors writes several in random order, and the same model should give the same bytes.
     changed = {name: recipe(modules[name]) for name in (*pairs, *thin, *_folded(plan)) if name in modules}
-    metadata = {"rankwise": json.dumps({"plan": plan_hash(plan), "same": same, "modules": changed})}
+    metadata = {"rankwise": json.dumps({**hashes(plan), "same": same, "modules": changed})}
+    others = files_for(model, plan) if is_pretrained(model) else {}
     folder = Path(folder)
     files.make_folder(folder, "give another folder")
-    weights = to_safetensors(tensors, metadata=metadata)
-    # In this order: weights name their plan, so between the two renames `read_plan` can tell which one counts.
-    files.write_together({folder / WEIGHTS: weights, folder / PLAN: plan.dumps().encode()})
+    for place in {(folder / name).parent for name in others} - {folder}:
+        files.make_folder(place, "give another folder")
+    weights = write_parts(folder, tensors, metadata, LARGEST if others else sys.maxsize)
+    # In this order: weights name their plan, so between two renames `read_plan` can tell which one counts.
+    beside = {folder / name: content for name, content in others.items()}
+    files.write_together({**weights, folder / PLAN: plan.dumps().encode(), **beside})
+    if others:
+        remove_stale(folder, next(iter(weights)))
+    elif plan_in(folder) is not None:
+        remove(folder / CONFIG)  # of another network that was here before
 
 
 def load(folder: str | Path, model: nn.Module) -> nn.Module:
@@ -107,8 +126,8 @@ def load(folder: str | Path, model: nn.Module) -> nn.Module:
     >>> sum(p.numel() for p in rw.load(folder, model).parameters()) == plan.after.params
     True
     """
-    path = Path(folder) / WEIGHTS
     plan, tensors, header = _read_both(Path(folder))
+    path = weights_in(Path(folder))
     small = copy_model(model)
     replace_layers_(small, plan, fill=False)
     fuse_norms_(small, plan.fused, fill=False)
@@ -128,13 +147,16 @@ def _plan_and_text(folder: Path) -> tuple[Plan, bytes]:
     waiting = _waiting_plan(folder)
     if waiting is not None:
         return waiting
+    if not (folder / PLAN).exists() and (plan := plan_in(folder)) is not None:
+        return plan, plan.dumps().encode()  # as save_pretrained of transformers writes it again
     text = files.read(folder / PLAN)
     return Plan.loads(text, str(folder / PLAN)), text
 
 
 def is_compressed(folder: str | Path) -> bool:
     """Whether a folder has a plan."""
-    return (Path(folder) / PLAN).is_file() or _waiting_plan(Path(folder)) is not None
+    place = Path(folder)
+    return (place / PLAN).is_file() or _waiting_plan(place) is not None or plan_in(place) is not None
 
 
 def _waiting_plan(folder: Path) -> tuple[Plan, bytes] | None:
@@ -143,12 +165,12 @@ def _waiting_plan(folder: Path) -> tuple[Plan, bytes] | None:
     It is whole then, and the plan under its own name is the older one.
     """
     part = part_of(folder / PLAN)
-    if not part.is_file() or not (folder / WEIGHTS).is_file():
+    if not part.is_file() or not weights_in(folder).is_file():
         return None
     try:
         text = files.read(part)
         plan = Plan.loads(text, str(part))
-        return (plan, text) if _belong(plan, text, _header(folder / WEIGHTS)) else None
+        return (plan, text) if _belong(plan, text, read_header(weights_in(folder))) else None
     except RankwiseError:
         return None  # left by somebody who was killed earlier: the folder is as it was before
 
@@ -159,18 +181,19 @@ def _read_both(folder: Path) -> tuple[Plan, dict[str, Tensor], dict[str, Any]]:
     for number in range(_TRIES):
         time.sleep(0.005 * min(number, 1))
         plan, text = _plan_and_text(folder)
-        before = _stamp(folder / WEIGHTS)
+        path = weights_in(folder)
+        before = _stamp(path)
         try:
-            tensors, header = _read(folder / WEIGHTS)
+            tensors, header = read_tensors(path)
         except RankwiseError:
-            if before == _stamp(folder / WEIGHTS):
+            if before == _stamp(path):
                 raise
             continue
         # safetensors opens a file twice, by its name: header and numbers may be those of two files.
-        if before == _stamp(folder / WEIGHTS) and _belong(plan, text, header):
+        if before == _stamp(path) and _belong(plan, text, header):
             return plan, tensors, header
     raise RankwiseError(
-        f"{folder / WEIGHTS} and plan.json beside it do not belong together: one of them was changed; "
+        f"{weights_in(folder)} and plan.json beside it do not belong together: one of them was changed; "
         "save the model again"
     )
 
@@ -186,7 +209,9 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 def _belong(plan: Plan, text: bytes, header: dict[str, Any]) -> bool:
     """As the file lies there, or as we would write it: files of an older format have the hash of their own text."""
-    return header.get("plan") in (plan_hash(plan), hashlib.sha256(text).hexdigest())
+    stated = hashes(plan)
+    same = header.get("plan") in (stated["plan"], hashlib.sha256(text).hexdigest())
+    return same or header.get("decisions") == stated["decisions"]
 
 
 def _folded(plan: Plan) -> list[str]:
@@ -196,7 +221,14 @@ def _folded(plan: Plan) -> list[str]:
 
 
 def plan_hash(plan: Plan) -> str:
-    return hashlib.sha256(plan.dumps().encode()).hexdigest()
+    return hashes(plan)["plan"]
+
+
+def hashes(plan: Plan) -> dict[str, str]:
+    """What weights say of their plan: a hash of plan.json, and one that the order of keys in it does not change."""
+    text = plan.dumps()
+    texts = {"plan": text, "decisions": json.dumps(json.loads(text), sort_keys=True)}
+    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
 
 
 def _unshared(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -220,31 +252,6 @@ def _unshared(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
 def _place(name: str, value: Tensor) -> tuple[object, ...]:
     """Equal for two names of one tensor."""
     return (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype) if value.numel() else (name,)
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Every tensor, and what `save` wrote about them."""
-    with _opened(path) as file:
-        tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
-        text = (file.metadata() or {}).get("rankwise", "{}")
-    return tensors, files.parse(text, f"the header of {path}")
-
-
-def _header(path: Path) -> dict[str, Any]:
-    with _opened(path) as file:
-        text = (file.metadata() or {}).get("rankwise", "{}")
-    return files.parse(text, f"the header of {path}")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    if not os.path.isfile(path):
-        raise RankwiseError(f"{path} is missing: a compressed folder holds {PLAN} and {WEIGHTS}")
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except (SafetensorError, OSError, ValueError, RuntimeError) as err:
-        raise RankwiseError(f"{path} is damaged or cut short ({err}): restore it or save the model again") from None
 
 
 def _load_state_(model: nn.Module, tensors: dict[str, Tensor], header: dict[str, Any], path: Path) -> None:

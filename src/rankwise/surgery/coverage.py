@@ -27,6 +27,7 @@ HOOKS = "it has hooks, which a replacement would lose"
 # Modules that compute with matrices of their own, which no plain module of torch can stand in for.
 ATTENTION = "it multiplies with its projections itself, and torch has no attention whose projections are modules"
 RECURRENT = "its matrices are read by one fused call for all steps, and torch has no such call for pairs"
+EXPERTS = "its experts are one tensor with three axes, and torch has no module that takes pairs in place of it"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -155,6 +156,8 @@ def _reason(
         return RECURRENT
     kind = kind_of(module)
     if kind is None:
+        if "experts" in type(module).__name__.lower() and any(p.ndim == 3 for p in module.parameters(recurse=False)):
+            return EXPERTS
         base = next((c.__name__ for c in type(module).__mro__[1:] if kind_of_class(c)), None)
         return f"{type(module).__name__} changes how {base} works" if base else OTHER_KIND
     if name == "":

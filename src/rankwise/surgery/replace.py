@@ -18,6 +18,7 @@ from rankwise.surgery.coverage import find_layers
 from rankwise.surgery.modules import describe, kind_of, mark_of
 from rankwise.surgery.narrow import check_entry, narrow_, narrowed, widen_
 from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair
+from rankwise.surgery.pretrained_folder import forget_plan_
 
 Swap = dict[nn.Module, nn.Module]
 Match = tuple[Choice, Layer]
@@ -237,6 +238,7 @@ def densify_(model: nn.Module) -> None:
     for module in model.modules():
         if narrowed(module) is not None:
             widen_(module)
+    forget_plan_(model)
 
 
 def _merged(model: nn.Module, merge: Callable[[nn.Sequential], nn.Module]) -> Swap:

@@ -38,12 +38,29 @@ class Trial:
         return {"asked": self.asked, "keep": self.keep, "drop": self.drop, "within": self.within}
 
 
-def check_limit(limit: float, unit: str) -> None:
+def check_limit(limit: float | str, unit: str) -> None:
     """Refuse a limit that is no number, and a unit that no budget has."""
     if unit not in UNITS:
         raise RankwiseError(f"the unit {unit} was given: possible are {', '.join(UNITS)}")
-    if not 0 <= limit < math.inf:
-        raise RankwiseError(f"a drop of {limit:g} was given: give how much of the metric may be lost, from 0 on")
+    allowed(limit, 1.0)
+
+
+def allowed(limit: float | str, whole: float) -> float:
+    """How much of a metric may be lost: a number, or a percentage of what the network has as it is.
+
+    >>> allowed(1.5, 80.0), allowed("5%", 80.0), allowed("5%", -4.0)
+    (1.5, 4.0, 0.2)
+    """
+    share = isinstance(limit, str) and limit.strip().endswith("%")
+    try:
+        most = float(limit.strip().removesuffix("%")) if isinstance(limit, str) else float(limit)
+    except ValueError:
+        most = math.nan
+    if not 0 <= most < math.inf:
+        raise RankwiseError(
+            f"a drop of {limit} was given: give how much of the metric may be lost, from 0 on, or a share such as 5%"
+        )
+    return most * abs(whole) / 100 if share else most
 
 
 def smallest(

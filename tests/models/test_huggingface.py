@@ -1,0 +1,228 @@
+"""Hugging Face folders in and out: every family goes in, is compressed, opened by transformers, trained and saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rankwise as rw
+import tiny_language as tiny
+from rankwise.models.huggingface import example_of
+from rankwise.networks import build
+from rankwise.surgery import checkpoint, weights_file
+from rankwise.surgery.coverage import EXPERTS
+from rankwise.surgery.forward import run_example, tensors_of
+
+KEEP = {"mixtral": 0.93, "qwen_moe": 0.9}  # most of their weights are experts
+
+
+def outputs(network: nn.Module, example: Any) -> list[Tensor]:
+    with torch.no_grad():
+        return tensors_of(run_example(network.eval(), example))
+
+
+def same(one: nn.Module, other: nn.Module, example: Any) -> bool:
+    """Equal weights, and outputs that differ by rounding only: where weights lie in memory decides how sums are cut."""
+    ours, theirs = one.state_dict(), other.state_dict()
+    equal = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    pairs = zip(outputs(one, example), outputs(other, example), strict=True)
+    return equal and all(bool(((a - b).abs().max() <= 1e-5 * (1 + a.abs().max())).all()) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder of a family and what `compress` made of it: (spec, example, small network, plan, folder)."""
+    made: dict[str, Any] = {}
+
+    def make(family: str) -> Any:
+        if family not in made:
+            place = tmp_path_factory.mktemp(family)
+            spec = f"hf:{tiny.folder(place / 'in', tiny.FAMILIES[family]())}"
+            network = build(spec)
+            example = example_of(network)
+            small, plan = rw.compress(network, example, "svd", KEEP.get(family, 0.8), name=spec)
+            rw.save(small, plan, place / "out")
+            made[family] = spec, example, small, plan, place / "out"
+        return made[family]
+
+    return make
+
+
+def opened(family: str, folder: Path) -> Any:
+    """By transformers alone, after `import rankwise.hf`."""
+    import rankwise.hf  # noqa: F401
+
+    autos = {"t5": "AutoModelForSeq2SeqLM", "bert": "AutoModel", "vit": "AutoModelForImageClassification"}
+    auto = getattr(tiny.transformers, {**autos, "clip": "AutoModel"}.get(family, "AutoModelForCausalLM"))
+    return auto.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family_goes_in_out_and_on(family: str, written: Any, tmp_path: Path) -> None:
+    """In → compress → from_pretrained → equal outputs → generate or encode → LoRA step → save again."""
+    _, example, small, plan, folder = written(family)
+    network = opened(family, folder)
+    assert plan.choices
+    assert sum(p.numel() for p in network.parameters()) == plan.after.params
+    assert same(network, small, example)
+    if network.can_generate():
+        longer = network.generate(example["input_ids"][:, :8], max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        assert longer.shape[1] == (5 if family == "t5" else 12)
+    train_adapters(network, example)
+    network.save_pretrained(tmp_path / "again")
+    assert same(rw.load(tmp_path / "again"), network, example)
+    assert not same(network, small, example)
+
+
+def train_adapters(network: Any, example: Any) -> None:
+    """One step of LoRA on the factors, merged into them: same shapes, and the outputs of the adapted network."""
+    peft = pytest.importorskip("peft")
+    from rankwise.hf import factor_names
+
+    shapes = {name: value.shape for name, value in network.state_dict().items()}
+    config = peft.LoraConfig(r=2, target_modules=factor_names(network), init_lora_weights=False, lora_alpha=1)
+    adapted = peft.get_peft_model(network, config)
+    optimiser = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    loss = sum(t.float().square().mean() for t in tensors_of(adapted(**example)) if t.requires_grad)
+    loss.backward()
+    optimiser.step()
+    wanted = outputs(adapted, example)
+    merged = adapted.merge_and_unload()
+    assert {name: value.shape for name, value in merged.state_dict().items()} == shapes
+    for a, b in zip(wanted, outputs(merged, example), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_without_the_import_transformers_refuses_and_names_the_package(written: Any, tmp_path: Path) -> None:
+    _, _, _, _, folder = written("llama")
+    opened("llama", folder).save_pretrained(tmp_path / "again")
+    code = """
+import rankwise, sys, transformers
+for place in sys.argv[1:]:
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(place)
+    except ValueError as err:
+        print(err)
+"""
+    places = [str(folder), str(tmp_path / "again")]
+    done = subprocess.run([sys.executable, "-c", code, *places], capture_output=True, text=True)
+    said = done.stdout.splitlines()
+    assert len(said) == 2, done.stderr
+    assert all("pip install rankwise, then `import rankwise.hf` before from_pretrained" in line for line in said)
+
+
+def test_the_folder_has_what_others_expect(written: Any) -> None:
+    spec, _, _, plan, folder = written("llama")
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"config.json", "generation_config.json", "tokenizer.json", "README.md", "plan.json"}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["quantization_config"]["quant_method"] == "rankwise"
+    assert plan.summary() in (folder / "README.md").read_text()
+    assert checkpoint.read_plan(folder) == plan
+    assert same(rw.load(folder, build(spec)), rw.load(folder), example_of(build(spec)))
+
+
+def test_a_network_compressed_in_python_saves_itself(written: Any, tmp_path: Path) -> None:
+    """`save_pretrained` of what `rw.compress` gave opens again; multiplied out, it is an ordinary network."""
+    _, example, small, _, _ = written("llama")
+    small.save_pretrained(tmp_path / "own")
+    assert same(rw.load(tmp_path / "own"), small, example)
+    dense = rw.densify(small)
+    dense.save_pretrained(tmp_path / "dense")
+    again = tiny.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert same(again, dense, example)
+
+
+def test_the_trunk_of_a_language_model_opens_alone(written: Any) -> None:
+    import rankwise.hf  # noqa: F401
+
+    _, example, small, _, folder = written("gpt2")
+    trunk = tiny.transformers.AutoModel.from_pretrained(folder)
+    assert same(trunk, small.transformer, example)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_shards_of_any_precision_come_in_and_go_out(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = tiny.llama(tie_word_embeddings=False).to(getattr(torch, dtype))
+    folder = tiny.folder(tmp_path / "in", network, max_shard_size="20KB")
+    assert (folder / "model.safetensors.index.json").is_file()
+    again = build(f"hf:{folder}")
+    example = example_of(again)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in network.state_dict().items())
+    small, plan = rw.compress(again, example, "svd", 0.8, name=f"hf:{folder}")
+    assert {p.dtype for p in small.parameters()} == {getattr(torch, dtype)}
+    monkeypatch.setattr(checkpoint, "LARGEST", 20_000)
+    out = tmp_path / "out"
+    for _ in range(2):  # the second time over the first
+        rw.save(small, plan, out)
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert max(path.stat().st_size for path in shards) < 30_000
+    assert same(rw.load(out), small, example)
+    assert same(rw.load(out, again), small, example)
+    monkeypatch.setattr(checkpoint, "LARGEST", weights_file.LARGEST)
+    rw.save(small, plan, out)  # in one file again: the old ones are gone
+    assert not list(out.glob("model-*.safetensors"))
+    assert same(rw.load(out), small, example)
+
+
+def test_weights_of_another_plan_are_refused(written: Any, tmp_path: Path) -> None:
+    spec, example, _, _, folder = written("llama")
+    shutil.copytree(folder, tmp_path / "mixed")
+    other, plan = rw.compress(build(spec), example, "svd", 0.7, name=spec)
+    rw.save(other, plan, tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "mixed" / "model.safetensors")
+    with pytest.raises(rw.RankwiseError, match="do not belong together"):
+        rw.load(tmp_path / "mixed")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen_moe"])
+def test_experts_in_one_tensor_are_named_with_their_share(family: str) -> None:
+    network = tiny.FAMILIES[family]()
+    skipped = [s for s in rw.find_layers(network, example_of(network)).skipped if s.reason == EXPERTS]
+    assert [s.name for s in skipped] == [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
+    assert all(s.params == 9216 for s in skipped)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("hf:{empty}", "has no config.json"),
+        ("hf:nobody/nothing", "could not be opened"),
+        ("hf:{bert}?class=os", "which transformers does not have"),
+        ("hf:{bert}?class=BertForMaskedLM", "which would be random"),
+        ("hf:{bert}?trust_remote_code=true", "possible are class, dtype, revision"),
+        ("hf:{bert}?dtype=int8", "possible are auto, float32"),
+    ],
+)
+def test_what_cannot_be_opened_is_said(
+    spec: str, said: str, written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    bert = written("bert")[0].removeprefix("hf:")
+    with pytest.raises(rw.RankwiseError, match=said):
+        build(spec.format(empty=tmp_path, bert=bert))
+
+
+def test_code_in_a_folder_is_never_run(written: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "evil"
+    shutil.copytree(written("bert")[0].removeprefix("hf:"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "code.Model", "AutoConfig": "code.Config"}
+    config["model_type"] = "unheard-of"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(rw.RankwiseError, match="could not be opened"):
+        build(f"hf:{folder}")
+    assert not (tmp_path / "ran").exists()
