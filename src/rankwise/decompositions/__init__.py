@@ -51,6 +51,7 @@ _FILES = (
     "whitened",
     "whitened_tucker",
     "cp",
+    "whitened_cp",
 )
 
 

@@ -41,10 +41,9 @@ FLOOR = 1e-6  # of the mean, added to eigenvalues: a direction that was never se
 JITTER = 1e-9  # of the mean diagonal, so that dependent features do not stop Cholesky
 
 
-# Up to this many inputs to a filter every option is fitted; beyond, those whose rough error is within SLACK of the best
-# at one of ROOMS costs. On ResNet20 a slack of 1.1 keeps what all options together can reach to 3.5 % on average, 1.25
-# keeps all of it.
-SMALL, SLACK, ROOMS = 1_000, 1.1, 40
+# Fitted are options whose rough error is within SLACK of the best at one of ROOMS costs. On ResNet20 a slack of 1.1
+# keeps what all options together can reach to 3.5 % on average, 1.25 keeps all of it.
+SLACK, ROOMS = 1.1, 40
 NARROW, FEW = 96, (2, 8)
 
 
@@ -100,16 +99,14 @@ DECOMPOSITION = Whitened()
 def offered(layer: Layer, options: list[Option]) -> list[Option]:
     """Of all options those that have been seen to win somewhere, and can be fitted in a reasonable time.
 
-    Slices of a layer without taps win in narrow layers only. A wide kernel takes few numbers of slices: 1, FEW of them,
-    and one for each channel (a depthwise encoder). A filter of a depthwise layer is no matrix.
+    Slices of a layer without taps win in narrow layers only. A kernel takes few numbers of slices: 1, FEW of them, and
+    one for each channel (a depthwise encoder). A filter of a depthwise layer is no matrix.
     """
     size = layer.group_channels * math.prod(layer.kernel)
     if layer.groups > 1 and layer.group_filters == 1:
         return []
     if math.prod(layer.kernel) == 1:
         return [option for option in options if option.slices == 1 or size <= NARROW]
-    if size <= SMALL:
-        return options
     return [option for option in options if option.slices in (1, *FEW, layer.group_channels)]
 
 
