@@ -16,7 +16,8 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.calibration.output_metric import Influence, influences
+from rankwise.calibration.influence import Influence
+from rankwise.calibration.output_metric import influences
 from rankwise.core.layer import Layer, canonical
 from rankwise.data import splits
 from rankwise.planning.budget import Budget

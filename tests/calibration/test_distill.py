@@ -131,10 +131,14 @@ def test_bad_requests() -> None:
     assert "no inputs" in check_sentence(lambda: rw.compress(model, None, keep=0.5, error="energy", recover=3))
 
 
+PAIRS: dict[str, Any] = {"error": "effect", "decompositions": ("whitened",)}  # which leave something to recover
+
+
 def test_compress_recovers_at_the_end() -> None:
     model, data = network(), images()
-    plain, _ = rw.compress(model, data[0][:1], keep=0.4, data=data)
-    better, plan = rw.compress(model, data[0][:1], keep=0.4, data=data, recover=40)
+    how = {"keep": 0.4, "data": data, **PAIRS}
+    plain, _ = rw.compress(model, data[0][:1], **how)
+    better, plan = rw.compress(model, data[0][:1], **how, recover=40)
     assert distance(model, better, data) < distance(model, plain, data)
     assert sum(p.numel() for p in better.parameters()) == plan.after.params
 
@@ -148,7 +152,7 @@ def test_seconds_instead_of_steps() -> None:
         heard = stage == "recovery"
         return nullcontext((lambda _, done, total: said.append((done, total))) if heard else None)
 
-    job = Compression(model, data[0][:1], Request(recover="1.5s"), data, watch)
+    job = Compression(model, data[0][:1], Request(recover="1.5s", changes=PAIRS), data, watch)
     small, plan = job.build(job.plan(rw.Budget(params=0.4)))
     before = distance(model, small, data)
     job.recover_(small, plan)

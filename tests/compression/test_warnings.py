@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.calibration import effect_table
-from rankwise.cli import outcome as command
 from rankwise.cli import show
 from rankwise.compression import Compression, Request
+from rankwise.timing import load
 from rankwise.timing.clock import Measured
 from sentences import check_sentence
 
@@ -240,7 +240,7 @@ def test_the_measured_time_is_told(
         timed.append(models)
         return [Measured((1.0,)), Measured((seconds,))]
 
-    monkeypatch.setattr(command, "time_networks", clock)
+    monkeypatch.setattr(load, "time_networks", clock)
     out = ["--out", str(tmp_path / "o"), "--force", "--method", "svd"]
     assert main([*flags, *out]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from torch import Tensor, nn
 
+from rankwise.calibration.activations import patch_size
 from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
 from rankwise.calibration.output_metric import influences
-from rankwise.calibration.shrinkage import target_for
+from rankwise.calibration.shrinkage import settle_, target_for
 from rankwise.core.fold import all_folds
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import check_finite
@@ -20,6 +23,7 @@ from rankwise.planning.table import Progress, Table, fingerprint, module_weights
 
 # Layers with more inputs to a filter than this are decomposed without their covariance, which would not fit.
 LARGEST = 5_000
+MEMORY = 1.5 * 2**30  # bytes of statistics that are collected at once, beside the network and what a batch takes
 
 
 def effect_table(
@@ -36,27 +40,72 @@ def effect_table(
     weights = module_weights(model, coverage)
     for layer in coverage.layers:
         check_finite(weights[layer.name], layer.name)
-    able = [la for la in coverage.layers if la.group_filters > 1 or la.groups == 1]  # a depthwise filter is no matrix
-    found = influences(model, inputs, able, LARGEST, settings.seed, inputs.means)
     table = Table(coverage, {}, {}, fingerprint(coverage, weights), weights)
     table.decompositions = settings.decompositions
-    for done, layer in enumerate(coverage.layers):
+    found: dict[str, Influence] = {}
+    able = fittable(coverage)
+    for layer, one in each_influence(model, inputs, coverage, settings.seed):
         if progress:
-            progress(layer.name, done, len(coverage.layers))
-        if layer.name not in found:
-            continue
-        one, weight = found[layer.name], weights[layer.name]
-        if one.whole and one.seen.count:
-            target = target_for(layer, weight, one, inputs.least)
-            for name in settings.decompositions:
-                if DECOMPOSITIONS[name].needs == METRIC:
-                    table.add(layer, DECOMPOSITIONS[name].score(target, settings.selection))
-            _compete(table, layer, target, settings)
-        elif one.seen.count or not inputs.real:
-            _add_plain(table, layer, weight, one, settings.selection)
+            progress(layer.name, len(found), len(able))
+        found[layer.name] = one
+        _add(table, layer, weights[layer.name], one, inputs, settings)
     if progress:
-        progress("", len(coverage.layers), len(coverage.layers))
+        progress("", len(able), len(able))
     return table, found
+
+
+def fittable(coverage: Coverage) -> list[Layer]:
+    """All but depthwise layers: a filter of theirs is no matrix."""
+    return [layer for layer in coverage.layers if layer.group_filters > 1 or layer.groups == 1]
+
+
+def each_influence(
+    model: nn.Module, inputs: Inputs, coverage: Coverage, seed: int
+) -> Iterator[tuple[Layer, Influence]]:
+    """Layers one by one with all that the inputs say of them, in as many passes over the inputs as memory asks for.
+
+    Whoever takes the next one keeps no more of the last than is needed to fit it (`settle_`).
+    """
+    weights = module_weights(model, coverage)
+    for group in passes(fittable(coverage), MEMORY):
+        found = influences(model, inputs, group, LARGEST, seed, inputs.means)
+        for layer in group:
+            one = found.pop(layer.name)
+            yield layer, one
+            settle_(layer, weights[layer.name], one, inputs.least)
+
+
+def passes(layers: list[Layer], limit: float) -> list[list[Layer]]:
+    """Layers whose statistics fit into memory together, in order; each has at least one."""
+    found: list[list[Layer]] = []
+    room = 0.0
+    for layer in layers:
+        need = needed(layer)
+        if not found or need > room:
+            found.append([])
+            room = limit
+        found[-1].append(layer)
+        room -= need
+    return found
+
+
+def needed(layer: Layer) -> float:
+    """Bytes of the moments of a layer: those of patches and of Γ on both sides, for each half, in single precision."""
+    size = patch_size(layer)
+    inside = size**2 if size <= LARGEST else 0
+    return 2 * 2 * 4.0 * layer.groups * (inside + layer.group_filters**2)
+
+
+def _add(table: Table, layer: Layer, weight: Tensor, one: Influence, inputs: Inputs, settings: Settings) -> None:
+    """The options of a layer with their effects."""
+    if one.whole and one.count:
+        target = target_for(layer, weight, one, inputs.least)
+        for name in settings.decompositions:
+            if DECOMPOSITIONS[name].needs == METRIC:
+                table.add(layer, DECOMPOSITIONS[name].score(target, settings.selection))
+        _compete(table, layer, target, settings)
+    elif one.count or not inputs.real:
+        _add_plain(table, layer, weight, one, settings.selection)
 
 
 def _add_plain(table: Table, layer: Layer, weight: Tensor, one: Influence, selection: Selection) -> None:
@@ -68,7 +117,7 @@ def _add_plain(table: Table, layer: Layer, weight: Tensor, one: Influence, selec
     table.add(layer, scores)
     for option in scores.spectra:
         residual = table.curve(layer, option, "residual").values()
-        effect = residual * _mean(one) if one.seen.count else table.curve(layer, option, "energy").values()
+        effect = residual * _mean(one) if one.count else table.curve(layer, option, "energy").values()
         table.given[layer.name, option] = {"effect": effect}
 
 

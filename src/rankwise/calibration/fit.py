@@ -31,7 +31,7 @@ from rankwise.calibration.in_order import Crowd, Means, through, wanted_target
 from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
 from rankwise.calibration.lockstep import Gate, tracks, wait_at
-from rankwise.calibration.shrinkage import choose_shares_, target_of_both
+from rankwise.calibration.shrinkage import settle_, target_of_both
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import precise
 from rankwise.core.moments import Moments
@@ -80,8 +80,8 @@ def apply_fitted(
     closed = copy_model(start)
     for choice, layer in tasks:
         one = influence.get(layer.name)
-        if one is not None and one.shares is None and one.whole and one.seen.count:  # of a plan that was read
-            choose_shares_(layer, _weights(model, layer)[0], one, inputs.least)
+        if one is not None:  # of a plan that was read it has not been done
+            settle_(layer, _weights(model, layer)[0], one, inputs.least)
         _fit_closed_(closed, model, choice, layer, one)
     if not in_order or not tasks:
         return Fit(closed)
@@ -98,7 +98,7 @@ def apply_fitted(
 
 def _fit_closed_(small: nn.Module, model: nn.Module, choice: Choice, layer: Layer, one: Influence | None) -> None:
     """From what the original network gives the layer; from its weights where no input reached it."""
-    if one is None or not one.whole or not one.seen.count:
+    if one is None or not one.whole or not one.count:
         old = small.get_submodule(layer.name)
         pair = build_pair(layer, choice.option, choice.rank, old)
         fill_pair_(pair, target_of(old, layer), choice.option, choice.rank)
@@ -107,7 +107,7 @@ def _fit_closed_(small: nn.Module, model: nn.Module, choice: Choice, layer: Laye
     weight, bias = _weights(model, layer)
     means = None
     if one.centred:
-        inputs = [precise((half.seen if half.seen.count else one.seen).mean) for half in one.halves]
+        inputs = [precise(mean) for mean in one.means]
         outputs = [through(weight, layer, mean) + precise(bias) for mean in inputs]
         means = Means((inputs[0], inputs[1]), (outputs[0], outputs[1]))
     pair = _put_(small, choice, layer, target_of_both(layer, weight, one))

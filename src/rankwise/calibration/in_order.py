@@ -100,7 +100,7 @@ class LayerStatistics:
     """Of one layer, by halves: moments of what it gets in the small network, beside what the original one gives.
 
     Rows are (x̂, y) at single positions, and their means over all positions of an input: where the network averages
-    over positions it is the latter that count (`Half.alike`).
+    over positions it is the latter that count (`Influence.alike`).
     """
 
     single: tuple[_PairSums, _PairSums] = field(default_factory=lambda: (_PairSums(), _PairSums()))
@@ -189,10 +189,9 @@ def wanted_target(
     sums: LayerStatistics, weight: Tensor, bias: Tensor, layer: Layer, one: Influence
 ) -> tuple[Target, Means | None]:
     """What the pair of a layer is fitted to, by what was summed up, and the means that its bias makes up for."""
-    both = one.both
     plain = precise(canonical(weight, layer).flatten(2))
     offset = None if layer.transposed else precise(bias).expand(layer.filters).reshape(layer.groups, -1)
-    halves = [sums.blended(half, both.alike, both.places, one.centred, offset) for half in (0, 1)]
+    halves = [sums.blended(half, one.alike, one.places, one.centred, offset) for half in (0, 1)]
     full = target_of_both(layer, weight, one)
     shares = one.shares
     assert shares is not None, "shares are chosen before anything is fitted"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rankwise.core.moments import Moments
+
+COMPACT = 512  # from this size on, matrices that are kept are single
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,6 @@ class Half:
     places: float = 1.0
     pulls: tuple[float, float] = (0.0, 0.0)  # Σ over inputs of ‖Σ_p g_p‖² and of Σ_p ‖g_p‖²
 
-    @property
-    def alike(self) -> float:
-        """How far gradients at different positions of an input agree: mean of g_p · g_q relative to that of ‖g_p‖²."""
-        whole, single = self.pulls
-        if not single > 0 or not self.places > 1:
-            return 0.0
-        return min(1.0, max(0.0, (whole / single - 1) / (self.places - 1)))
-
     def divided(self, by: float) -> None:
         self.metric, self.moment, self.outer = self.metric / by, self.moment / by, self.outer / by
 
@@ -65,6 +59,9 @@ class Influence:
     of an error can be made up for, so that only what varies is lost: by the layer's bias, or without one by the running
     mean of the batch norm `norm` that follows. Outputs of a transposed convolution differ in how many inputs they see:
     one bias would not do. `is_output` is whether the layer's outputs are those of the network.
+
+    Once the layer's options are measured only what it is fitted with is needed: `settled`, moments and metric of both
+    halves together, drawn towards the identity.
     """
 
     halves: tuple[Half, Half]
@@ -74,14 +71,46 @@ class Influence:
     norm: str = ""
     is_output: bool = False
     shares: Shares | None = None  # of both halves together, once they are chosen (shrinkage.py)
+    settled: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def seen(self) -> Moments:
         return self.halves[0].seen.merged(self.halves[1].seen)
 
     @property
+    def count(self) -> int:
+        """Patches that were seen; 0 where no input reaches the layer."""
+        return sum(half.seen.count for half in self.halves)
+
+    @property
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Of the patches that each half saw, (G, d); those of the other where one saw none."""
+        first, second = (half.seen for half in self.halves)
+        return (first if first.count else second).mean, (second if second.count else first).mean
+
+    @property
     def samples(self) -> int:
         return sum(half.samples for half in self.halves)
+
+    @property
+    def places(self) -> float:
+        """How often the layer is applied to an input."""
+        return self.halves[0].places
+
+    @property
+    def alike(self) -> float:
+        """How far gradients at different positions of an input agree: mean of g_p · g_q relative to that of ‖g_p‖²."""
+        whole, single = (sum(half.pulls[i] for half in self.halves) for i in (0, 1))
+        if not single > 0 or not self.places > 1:
+            return 0.0
+        return min(1.0, max(0.0, (whole / single - 1) / (self.places - 1)))
+
+    def settle_(self, moment: Tensor, metric: Tensor | None) -> None:
+        """Keep what the layer is fitted with, large matrices in single precision, and let go of the halves' moments."""
+        self.settled = _compact(moment), None if metric is None else _compact(metric)
+        for half in self.halves:
+            half.seen = replace(half.seen, scatter=half.seen.scatter.new_zeros(0, 0, 0))
+            half.metric = half.moment = half.outer = torch.zeros(())
 
     @property
     def both(self) -> Half:
@@ -92,7 +121,9 @@ class Influence:
             sum((getattr(half, name) * (half.gammas / total) for half in parts), start=torch.zeros(()))
             for name in ("metric", "moment", "outer")
         ]
-        pulls = [sum(half.pulls[i] for half in self.halves) for i in (0, 1)]
         metric, moment, outer = sums
-        places = self.halves[0].places
-        return Half(self.seen, metric, moment, outer, self.samples, total, places, (pulls[0], pulls[1]))
+        return Half(self.seen, metric, moment, outer, self.samples, total, self.places)
+
+
+def _compact(matrices: Tensor) -> Tensor:
+    return matrices.float() if matrices.shape[-1] >= COMPACT else matrices

@@ -91,14 +91,14 @@ class Basis:
     def _by_their_weights(self, plan: Plan, inputs: Inputs) -> list[str]:
         """Layers that could not be fitted to the inputs."""
         found, chosen = self.seen.influence, [choice.name for choice in plan.choices]
-        wide = [name for name in chosen if not found[name].whole and found[name].seen.count]
+        wide = [name for name in chosen if not found[name].whole and found[name].count]
         said = []
         if wide:
             many = f"more than {effect_table.LARGEST:,} inputs to a filter"
             said.append(f"{listed(wide)}: {many}, so these layers are decomposed by the SVD of their weights alone")
         if inputs.real:
-            return said + _unreached([name for name, one in found.items() if not one.seen.count], "calibration data")
-        missed = [name for name in chosen if not found[name].seen.count]
+            return said + _unreached([name for name, one in found.items() if not one.count], "calibration data")
+        missed = [name for name in chosen if not found[name].count]
         if missed:
             said.append(f"the {inputs.kind} inputs do not reach {listed(missed)}: decomposed by their weights alone")
         return said

@@ -12,11 +12,10 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise.calibration.activations import Data, output_moments
 from rankwise.calibration.distill import read_effort, recover_
-from rankwise.calibration.effect_table import LARGEST
+from rankwise.calibration.effect_table import each_influence
 from rankwise.calibration.fit import apply_fitted
 from rankwise.calibration.inputs import NOISE, find_inputs
 from rankwise.calibration.judge import judged, keep_if_better_, variance_in
-from rankwise.calibration.output_metric import influences
 from rankwise.calibration.synthetic import NoInputs
 from rankwise.compression.basis import ALONE, Basis, Ground, Observations, Tables, Watch, by_weights, failed, make_basis
 from rankwise.compression.request import Request
@@ -143,8 +142,8 @@ class Compression:
             return Observations()  # surgery says what is missing
         if inputs.kind == NOISE != plan.inputs:
             return Observations()
-        layers = list(self.coverage.layers)
-        return Observations({}, inputs, influences(self.model, inputs, layers, LARGEST, seed, inputs.means))
+        found = each_influence(self.model, inputs, self.coverage, seed)
+        return Observations({}, inputs, {layer.name: one for layer, one in found})
 
     def check(self) -> None:
         """Refuse a network that there is nothing to do with."""

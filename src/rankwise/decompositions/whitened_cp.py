@@ -68,6 +68,9 @@ class WhitenedCP(Decomposition):
             Part("decoder", (), middle, layer.filters, g),
         )
 
+    def candidates(self, layer: Layer, selection: Selection) -> list[Option]:
+        return super().candidates(layer, selection) if is_possible(layer) else []
+
     def wanted(self, layer: Layer, there: list[Option], selection: Selection) -> list[Option]:
         """It is neither a fold nor a slice: it is offered where neither is asked for."""
         if selection.folds != "all" or selection.slices != "all":
@@ -309,5 +312,5 @@ class _Search:
         encoder, kernel = self.kept
         decoder = self.decoder(encoder, kernel)[0]
         if self.problem.root is not None:
-            decoder = torch.linalg.lstsq(self.problem.root, decoder).solution
+            decoder = torch.linalg.pinv(self.problem.root, hermitian=True) @ decoder
         return Found(decoder, encoder, kernel)
