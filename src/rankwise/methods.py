@@ -54,7 +54,7 @@ class SearchChanges(TypedDict, total=False):
 
 
 class SettingChanges(SearchChanges, total=False):
-    """Settings of a method as keywords: whoever names one replaces it, None leaves it as the method has it."""
+    """Settings of a method as keywords. A keyword replaces the setting; None leaves it as the method has it."""
 
     folds: Folds | None  # "all", or schemes such as (0, 3)
     slices: Slices | None  # "all", "any", a number or several
@@ -241,7 +241,7 @@ def _measure_outputs_(table: Table, model: nn.Module, weights: Weights, data: Da
     outputs = output_moments(model, data, overlapping) if overlapping else {}
     for layer, seen in each_input_moments(model, data, table.coverage.layers):
         mine = [o for name, o in (*table.spectra, *table.given) if name == layer.name and of(o).needs == NOTHING]
-        if not seen.count:  # the data does not reach it, so nobody knows what it would lose
+        if not seen.count:  # the data does not reach it, so its loss is not known
             for option in mine:
                 table.spectra.pop((layer.name, option), None)
                 table.given.pop((layer.name, option), None)

@@ -2,7 +2,7 @@
 
 PyPI's torchvision is built for CUDA: beside a CPU-only torch its compiled part does not load, and the import ends with
 "operator torchvision::nms does not exist"; so do timm and the vision networks of transformers, which import it.
-Networks and transforms need none of that part. So before torchvision is imported, by whomever, the two operators
+Networks and transforms need none of that part. So before torchvision is imported, by any module, the two operators
 that it describes to torch are declared, without an implementation, if its compiled part does not load.
 
 `import rankwise` installs this as an import hook. Nothing is imported until somebody asks for torchvision.

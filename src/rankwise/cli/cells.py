@@ -62,7 +62,7 @@ def engine(ray: str | None, workers: int | None, study: Study) -> runner.MakeWor
     if ray is not None:
         return lambda count: places.Ray(ray, workers)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # A GPU is shared by nobody; without one, every process has the cores that its network asks for.
+    # A GPU runs one cell at a time; without one, every process has the cores that its network asks for.
     default = torch.cuda.device_count() or max(1, cores // max(1, *(int(n.cpus) for n in study.networks)))
 
     def make(count: int) -> places.Here | places.Pool:

@@ -108,7 +108,7 @@ def compress(
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Go on although nobody has trained the weights.")
+        bool, typer.Option("--random-weights", help="Go on although the weights are random.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite what --out holds.")] = False,
     as_json: JsonOpt = False,

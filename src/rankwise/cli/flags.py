@@ -32,7 +32,7 @@ def last_round(spec: str) -> str:
 
 
 def random_weights(spec: str) -> str:
-    """The sentence on a specification whose weights nobody has trained; empty for others."""
+    """The warning for a specification with random weights; empty for others."""
     if not networks.has_random_weights(spec):
         return ""
     head = spec.partition(":")[0]

@@ -16,7 +16,7 @@ COLUMNS = 80  # of a file or a pipe: tables fit into it
 
 
 class Output:
-    """Standard output. Tables fit into the terminal; sentences are one line each, for whoever searches in them."""
+    """Standard output. Tables fit into the terminal; sentences are one line each, so that they can be searched."""
 
     def print(self, what: object) -> None:
         if isinstance(what, str):

@@ -1,6 +1,6 @@
 """Names that help texts list, without the registries that hold them: those import torch, which takes seconds.
 
-A test compares every line with its registry, so nobody has to remember this file.
+A test compares every line with its registry, so it cannot be out of date.
 """
 
 from __future__ import annotations

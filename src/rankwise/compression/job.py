@@ -159,7 +159,7 @@ class Compression:
             )
 
     def fuses(self, budget: Budget | None) -> bool:
-        """Whether batch norms are folded at the end: for whoever asks for time, since it costs no accuracy."""
+        """Whether batch norms are folded at the end: for a budget in time, since it costs no accuracy."""
         if self.request.fuse is not None:
             return self.request.fuse
         if self.request.plan is not None:

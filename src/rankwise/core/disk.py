@@ -2,7 +2,7 @@
 
 A file is written beside its name (NAME.part), flushed, renamed, and its folder is flushed. Several files that belong
 together are all flushed before the first is renamed, and renamed in order, each rename on the disk before the next.
-Between two renames the files that are still called .part are whole: whoever reads the set can take them
+Between two renames the files that are still called .part are whole: a reader of the set can take them
 (`surgery/checkpoint.py` does). Two processes that write the same name wait for each other.
 """
 
@@ -80,7 +80,7 @@ def rename(part: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file that nobody needs any more. One that stays does no harm."""
+    """A file that is not needed any more. One that stays does no harm."""
     for _ in range(2):
         with suppress(OSError, ValueError, MemoryError):
             path.unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
     path, renamed = next(iter(contents)), list[Path]()
     try:
         with ExitStack() as open_files:
-            for path in sorted(contents):  # always in this order: nobody waits for one who waits for him
+            for path in sorted(contents):  # always in this order: no two processes wait for each other
                 file = _open_alone(parts[path])
                 open_files.callback(os.close, file)
                 open_files.callback(_discard, parts[path], renamed)  # before it is closed, while it is ours
@@ -123,7 +123,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
 
 
 def _discard(part: Path, renamed: list[Path]) -> None:
-    """Nothing was renamed, so nobody needs it."""
+    """Nothing was renamed, so it is not needed."""
     if not renamed:
         remove(part)
 
@@ -168,7 +168,7 @@ def alone(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        remove(path)  # whoever waits for it sees that it is gone, and makes a new one
+        remove(path)  # a process that waits for it sees that it is gone, and makes a new one
         os.close(file)
 
 

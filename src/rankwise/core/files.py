@@ -79,7 +79,7 @@ def typed(value: object, kind: type, where: str) -> Any:
 
 
 def strict(data: dict[str, Any], known: Iterable[str], where: str) -> None:
-    """Refuse keys nobody reads: a misspelt setting must not be silently without effect."""
+    """Refuse unknown keys: a misspelt setting must not be silently without effect."""
     known = set(known)
     unknown = sorted(set(data) - known)
     if unknown:

@@ -19,7 +19,7 @@ def hub_or_cache() -> Iterator[None]:
     try:
         constants: Any = import_module("huggingface_hub.constants")
     except ModuleNotFoundError:
-        yield  # nobody reads from the hub
+        yield  # without the package nothing reads from the hub
         return
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or not is_known(constants.ENDPOINT)

@@ -268,7 +268,7 @@ def _improve(columns: Tensor, assigned: Tensor, k: int, fit: Fit) -> tuple[float
 
 
 def _fill_empty(assigned: Tensor, cost: Tensor, k: int) -> Tensor:
-    """A cluster that nobody chose gets the channel that fits worst where it is."""
+    """An empty cluster gets the channel that fits worst where it is."""
     for i in range(k):
         sizes = torch.bincount(assigned, minlength=k)
         if not sizes[i]:

@@ -125,7 +125,7 @@ def is_huggingface(network: nn.Module) -> bool:
 
 
 def example_of(network: nn.Module, length: int | None = None) -> dict[str, Tensor] | None:
-    """A seeded example for a network of transformers: tokens, pixels or both; None where nobody knows.
+    """A seeded example for a network of transformers: tokens, pixels or both; None where that is not known.
 
     `length` is that of a text; an encoder-decoder reads half of it and writes the other half.
     """

@@ -12,7 +12,7 @@ from rankwise.surgery.forward import Example
 
 
 def example_for(spec: str, shape: str | None, network: nn.Module) -> Example | None:
-    """A seeded random input of the shape that was asked for, or of the network's own; None if nobody knows.
+    """A seeded random input of the shape that was asked for, or of the network's own; None if that is not known.
 
     For a network of transformers a shape of one number is the length of a text.
     """

@@ -77,7 +77,7 @@ def default_input(spec: str) -> tuple[int, ...] | None:
 
 
 def has_random_weights(spec: str) -> bool:
-    """Whether `build` gives this specification weights that nobody has trained."""
+    """Whether `build` gives this specification random weights."""
     return is_random(parse(spec))
 
 

@@ -23,7 +23,7 @@ def wants_weights(spec: Spec) -> bool:
 
 
 def without_weights(spec: Spec) -> Spec:
-    """The same architecture. Whoever has weights already, as a folder does, downloads none.
+    """The same architecture. A folder has weights already, so nothing is downloaded for it.
 
     >>> from rankwise.models.spec import parse
     >>> without_weights(parse("timm:test_vit?pretrained&num_classes=10")).text

@@ -1,4 +1,4 @@
-"""torchvision, for whoever needs it (torchvision_import.py makes it importable)."""
+"""torchvision, imported where it is needed (torchvision_import.py makes it importable)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search knows about its own result: a part of the plan that nobody needs to replay it.
+"""What a search knows about its own result: a part of the plan that is not needed to replay it.
 
 The keys in plan.json are the names here; what is not known is not written.
 """
@@ -68,7 +68,7 @@ class Findings:
     there. `expected` and `measured` are changes of the outputs of the network that was built, relative to that
     variance: on inputs that only chose between ways to build it, and on inputs that nothing was fitted to or chosen by.
     `draws` for each unit of sensitivity, `groups` and `whole` are of pruning. `other` holds what
-    there is of further units (planning/units.py), and keys of older files that nobody reads any more, as they were.
+    there is of further units (planning/units.py), and keys of older files that are not read any more, as they were.
     """
 
     objective: float | None = None

@@ -66,7 +66,7 @@ def cannot_be_met(
     parts = []
     for name, limit in limits.items():
         unit = UNITS[name]
-        keep = unit.keep_for(least[name], unit.total(coverage, times))  # whoever asks for it gets it
+        keep = unit.keep_for(least[name], unit.total(coverage, times))  # a budget of this keep can be met
         asked, possible = unit.amount(limit), unit.show(least[name])
         parts.append(f"at most {asked} are asked for and {word} {possible} (keep {keep:.4f})")
     together = "" if len(parts) == 1 else ", each on its own"

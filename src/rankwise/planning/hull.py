@@ -60,7 +60,7 @@ def _of_many(costs: Array | Ints, errors: Array) -> Ints:
 def lower_hull(cost: Array, error: Array) -> Ints:
     """Indices of the lower convex hull from the cheapest point to the one with the least error.
 
-    A point on or above the line between any two others is no corner, so all that lie so between two neighbours go
+    A point on or above the line between any two others is no corner, so all such points between two neighbours go
     at once; far neighbours first, because where two curves cross, near ones would take off one point at a time. Where
     every point is below the line between the next ones, the rest is convex at every corner and therefore as a whole.
     """

@@ -60,7 +60,7 @@ class Relaxation:
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The best picks so far (none: nothing is known to fit), their value, and what nobody can go below."""
+    """The best picks so far (none: nothing is known to fit), their value, and a lower bound."""
 
     picks: Ints | None
     value: float

@@ -181,7 +181,7 @@ def _menu(
         by_unit = {unit: unit.by_rank(layer, option, table.times) for unit in smaller}
         known = {unit: by_rank for unit, by_rank in by_unit.items() if by_rank is not None}
         if len(known) < len(by_unit):
-            continue  # nobody knows what it costs, or how long it takes
+            continue  # its cost or its time is not known
         curve = table.curve(layer, option, measure)
         limits = [_largest(by_rank, unit.margin, whole[unit]) for unit, by_rank in known.items()]
         most = min([len(curve) - 1, *(m for m in limits if m is not None)]) if any(dense) else 0

@@ -30,7 +30,7 @@ PATIENCE = 3
 
 @dataclass(frozen=True)
 class Solution:
-    """One point for each menu. `objective` is what the search minimised, `bound` what nobody can go below."""
+    """One point for each menu. `objective` is what the search minimised, `bound` a lower bound of it."""
 
     points: list[Point]
     objective: float

@@ -119,8 +119,8 @@ class Plan:
 
     `settings` says how the plan was found (measure, search, seed), `search` what the search knows about
     its own result (objective value, optimality gap, trace). Neither is needed to replay the plan. `fused` names batch
-    norms that were folded into layers afterwards, each with its layer; `layout` is how weights lie in memory, if they
-    are to lie otherwise than in the model. `warnings` are sentences on what was done otherwise than was asked for.
+    norms that were folded into layers afterwards, each with its layer; `layout` is the memory layout of the weights, if
+    it is not that of the model. `warnings` are sentences on what was done otherwise than was asked for.
     `weights` is a hash of the weights that the plan was made for, where that is known.
     """
 

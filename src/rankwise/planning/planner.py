@@ -154,7 +154,7 @@ def _given_up(table: Table, faster: list[Menu], offered: list[Menu], points: lis
         if other is not one and point.option is not None and table.times is not None:
             before = table.times.seconds(one.layer, None, 0)
             after = table.times.seconds(one.layer, point.option, point.rank)
-            if not after < MARGIN * before:  # also where nobody measured it
+            if not after < MARGIN * before:  # also where it was not measured
                 names.append(one.layer.name)
     if not names:
         return []
@@ -186,7 +186,7 @@ def _times(table: Table, points: list[Point]) -> Latency | None:
     whole = (times.fixed + sum(times.dense(la.name) for la in table.coverage.layers)) / NANO
     after = whole + sum(pair - dense for dense, pair in layers.values())
     if math.isnan(after):
-        return None  # options that nobody measured, and nobody asked for time
+        return None  # options without times, in a plan that did not ask for time
     slower = tuple(name for name, (dense, pair) in layers.items() if pair > dense)
     return Latency(before, after, after / before if before else 1.0, layers, slower, dict(times.timing))
 

@@ -1,6 +1,6 @@
 """Units of budgets: what a network, a layer and an option have of each, and how it is said.
 
-A unit is a value. Whoever adds one writes it here and puts it into `UNITS`; budgets, menus, plans, errors and the
+A unit is a value. To add one, write it here and put it into `UNITS`; budgets, menus, plans, errors and the
 command line read all they need from it, and searches see only numbers. Everything is counted in whole numbers.
 """
 
@@ -34,8 +34,8 @@ class Unit:
     whole: Callable[[Coverage, Times | None], int | None]  # of the network as it is
     layer: Callable[[Layer, Times | None], int | None]  # of a layer as it is
     by_rank: Callable[[Layer, Option, Times | None], Ints | None]  # of an option; entry j is what rank j costs
-    unknown: str = ""  # the sentence for whoever gives a budget in it while the whole is not known
-    advice: str = ""  # for whoever asks a plan for it that does not know
+    unknown: str = ""  # the error if a budget is given in it while the whole is not known
+    advice: str = ""  # what to do if a plan does not know it
     beside: Callable[[Coverage, Times | None], int] | None = None  # the layers; otherwise the whole without them
     timed: bool = False  # it has to be measured first
     fraction_of: str = ""  # of what it can only be a fraction; empty: it can be a count as well

@@ -137,7 +137,7 @@ def find_channels(
     """Every output of every linear and convolution layer, in a group that can be pruned or must stay.
 
     The graph is torch-pruning's, and every group is tried: it counts as free only if the network without
-    some of its channels gives what the network gives when nobody reads them. `probe` is what
+    some of its channels gives what the network gives when no layer reads them. `probe` is what
     `trials.random_copy` gives for the model, if that exists already.
     """
     if example is None:

@@ -272,7 +272,7 @@ def _cannot_be_met(channels: Channels, groups: Sequence[Group], limits: dict[str
     parts = []
     for unit, limit in limits.items():
         count, whole = getattr(least, unit), getattr(channels.whole, unit)
-        asked, keep = UNITS[unit].amount(limit), UNITS[unit].keep_for(count, whole)  # whoever asks for it gets it
+        asked, keep = UNITS[unit].amount(limit), UNITS[unit].keep_for(count, whole)  # a budget of this keep can be met
         possible = UNITS[unit].show(count)
         parts.append(f"at most {asked} are asked for and the least possible is {possible} (keep {keep:.4f})")
     return BudgetError(

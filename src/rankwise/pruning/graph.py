@@ -1,7 +1,7 @@
 """The dependency graph of a network: which outputs and inputs of which modules are one and the same channel.
 
 torch-pruning follows the network through autograd; here its answer becomes plain sets. It does not know
-that padding along the channels shifts them, and has to guess what a flatten does, so it is told both.
+that padding along the channels shifts them, and has to guess what a flatten does, so both are given to it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Move:
         return [p._replace(idx=p.idx * self.times + k + self.before) for p in places for k in range(self.times)]
 
     def back(self, places: list[Any]) -> list[Any]:
-        """Zeros of a padding belong to nobody."""
+        """Zeros of a padding belong to no layer."""
         old = [p._replace(idx=(p.idx - self.before) // self.times) for p in places]
         return list(dict.fromkeys(p for p in old if 0 <= p.idx < self.wide))
 

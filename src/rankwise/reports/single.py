@@ -90,7 +90,7 @@ def page_content(
 def comparisons(plan: Plan, found: dict[str, Any]) -> list[dict[str, Any]]:
     """What was predicted beside what was measured: {"what", "predicted", "low", "high", "measured", "unit", "on"}.
 
-    Exact counts are in none of them: nobody predicts those.
+    Exact counts are in none of them: they need no prediction.
     """
     return [one for one in (_outputs(plan), _accuracy(found), _time(plan, found)) if one is not None]
 

@@ -4,7 +4,7 @@ RESULTS/rows/CELL.json       the row, written last
 RESULTS/plans/CELL.json      the plan
 RESULTS/spectra/HASH.json    singular values of the reference network
 RESULTS/store/HASH/          reference networks, tables of spectra, statistics of calibration data
-RESULTS/work/CELL/           a compressed network while it is retrained; whoever is killed goes on from there
+RESULTS/work/CELL/           a compressed network while it is retrained; a killed run goes on from there
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A store of what cells share: STORE/<hash of what it is>/, made once by whoever comes first, whole or not at all.
+"""A store of what cells share: STORE/<hash of what it is>/, made once by the first process, whole or not at all.
 
 While it is made it is called <hash>.work; the last step is a rename. What a killed process left there can be gone on
 with, so an interrupted training loses one epoch at most. A lock keeps others waiting, and dies with its process.

@@ -149,7 +149,7 @@ class Pool:
         return found + (self._again() if len(good) < len(ended) else [])
 
     def _again(self) -> list[tuple[Any, str | None]]:
-        """Start anew with the jobs of a pool whose process died; who was it, nobody can say."""
+        """Start anew with the jobs of a pool whose process died; which job it was is not known."""
         self.pool.shutdown(wait=True, cancel_futures=True)
         self.pool = self._pool()
         lost: list[tuple[Any, str | None]] = []
@@ -168,12 +168,12 @@ class Pool:
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, at: TracebackType | None) -> None:
         if kind is not None:
             for process in set(multiprocessing.active_children()) - self.others:
-                process.kill()  # nobody waits for what is in flight: it is done again next time
+                process.kill()  # what is running is done again next time
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _begin(threads: int, count: Any) -> None:
-    """In every process of the pool: Ctrl-C is for the parent, nobody outlives it, and GPUs are shared out in turn."""
+    """In every process of the pool: Ctrl-C is for the parent, none outlives it, and GPUs are shared out in turn."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     if torch.cuda.is_available():

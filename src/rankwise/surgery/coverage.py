@@ -37,7 +37,7 @@ def find_layers(model: nn.Module, example: Example | None = None, exclude: Itera
     Args:
         model: any network; it is left exactly as it was.
         example: an input (a tensor, a tuple of arguments or a dict of keyword arguments), to count positions in eval
-            mode. Without one nobody knows multiply-adds.
+            mode. Without one, multiply-adds are not counted.
         exclude: names or patterns of layers to leave alone, such as "layer1.*".
 
     Returns:

@@ -61,7 +61,7 @@ def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | No
 
 
 def follow(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | None, coverage: Coverage | None) -> nn.Module:
-    """`apply_plan` for whoever knows the model's coverage already."""
+    """`apply_plan` where the model's coverage is known already."""
     layers = match_layers(model, plan, coverage)
     small = copy_model(model)
     replace_layers_(small, plan, fill=True, moments=moments, layers=layers)

@@ -31,8 +31,15 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """How to time: with so many inputs in a batch (None: as many as the example has) on so many threads (None: torch's
-    own number), in this memory layout, eagerly or compiled, so often after so many runs that do not count.
+    """How a network is timed.
+
+    Args:
+        batch: inputs in a batch; None for as many as the example has.
+        threads: None for torch's own number.
+        layout: memory layout of the network and its inputs, contiguous or channels-last.
+        compiled: with torch.compile.
+        repeats: runs that count.
+        warmup: runs before them, which do not count.
     """
 
     batch: int | None = None

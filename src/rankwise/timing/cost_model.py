@@ -84,8 +84,8 @@ def measure_times(
 ) -> Times:
     """Times of the network, its layers and their pairs, for budgets in latency.
 
-    Layers and pairs are timed in the network as it will be: with `fuse=True` its batch norms are folded away, and where
-    channels last are faster its weights lie so (`Times.layout`). Budgets are fractions of the network as it is.
+    Layers and pairs are timed in the network as it will be. With `fuse=True` its batch norms are folded. Where channels
+    last are faster, its weights have that layout (`Times.layout`). Budgets are fractions of the network as it is.
 
     Args:
         model: the network.

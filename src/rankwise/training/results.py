@@ -103,7 +103,7 @@ def read_rows(folder: str | Path, progress: Progress | None = None) -> list[dict
 
 
 def _order(path: Path) -> Callable[[str], int]:
-    """From the name of a network or a method to its place in the study; all are alike where nobody knows."""
+    """From the name of a network or a method to its place in the study; all are alike where it is not known."""
     try:
         study = files.parse(files.read(path), str(path))
         names = [n["model"] for n in study["networks"]] + [e["label"] for e in study["entries"]]
@@ -118,7 +118,7 @@ def _read_row(path: Path) -> dict[str, Any] | None:
 
 
 def parse_row(text: bytes, where: str) -> dict[str, Any] | None:
-    """Refuse what could not be compared or drawn: a score that is a text, say. Keys that nobody knows stay."""
+    """Refuse what could not be compared or drawn: a score that is a text, say. Unknown keys stay."""
     row = files.parse(text, where)
     if row.get("kind") != "cell":
         return None

@@ -353,7 +353,7 @@ def _first_state(model: nn.Module, plan: Plan | None, state: State, session: _Se
 def _finish(
     model: nn.Module, what: dict[str, Any], facts: dict[str, Any], state: State, session: _Session
 ) -> dict[str, Any]:
-    """Score once, write the row last, and drop the state, which nobody needs any more."""
+    """Score once, write the row last, and drop the state, which is no longer needed."""
     run, engine = session.run, session.engine
     start = time.perf_counter()
     score = session.score(model)
