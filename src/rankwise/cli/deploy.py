@@ -16,7 +16,8 @@ BaseOpt = Annotated[
     str | None, typer.Option("--base", metavar="MODEL", help="The network to rebuild (needed for file.py:factory).")
 ]
 InputOpt = Annotated[
-    str | None, typer.Option("--input", metavar="SHAPE", help="Shape of an example input, such as 1,3,224,224.")
+    str | None,
+    typer.Option("--input", metavar="SHAPE", help="Shape of an input, such as 1,3,224,224, or tokens of a text."),
 ]
 FuseOpt = Annotated[bool, typer.Option("--fuse", help="Fold batch norms into the layers before them.")]
 
@@ -26,7 +27,10 @@ def bench_command(
     input: InputOpt = None,
     batch: Annotated[str, typer.Option("--batch", metavar="N,…", help="Inputs in a batch.")] = "1,32",
     threads: Annotated[str | None, typer.Option("--threads", metavar="N,…", help="Default: 1 and all.")] = None,
-    engines: Annotated[str, typer.Option("--engines", metavar="E,…", help=f"Of {words.ENGINES}.")] = words.ENGINES,
+    engines: Annotated[
+        str | None,
+        typer.Option("--engines", metavar="E,…", help=f"Of {words.ENGINES}; all, or eager for a language model."),
+    ] = None,
     layout: Annotated[
         str | None, typer.Option("--layout", help=f"{words.LAYOUTS}. Default: as the plan was timed.")
     ] = None,
@@ -46,7 +50,7 @@ def bench_command(
         base,
         input,
         batches=_numbers("--batch", batch),
-        engines=tuple(e.strip() for e in engines.split(",")),
+        engines=tuple(e.strip() for e in (engines or _engines(folder)).split(",")),
         layout=layout or _planned_layout(folder),
         fuse=fuse,
         repeats=repeats,
@@ -61,6 +65,8 @@ def bench_command(
     terminal.print(show.times_grid(found))
     for sentence in show.not_timed(found):
         terminal.print(sentence)
+    if "tokens" in found:
+        terminal.print(show.tokens_grid(found))
     terminal.print(show.sizes_grid(found))
 
 
@@ -123,6 +129,13 @@ def export_command(
         f"done: {found['path']} ({found['bytes']:,} bytes) was written and read back; for batches of {sizes} its "
         f"outputs differ from PyTorch's by {found['difference']:.1e} at most (relative)"
     )
+
+
+def _engines(folder: Path) -> str:
+    """What is timed unless it is said: language models take minutes to compile."""
+    from rankwise.models.networks import is_folder_for_transformers
+
+    return "eager" if is_folder_for_transformers(str(folder)) else words.ENGINES
 
 
 def _need_folder(folder: Path) -> None:

@@ -235,6 +235,24 @@ def times_grid(found: dict[str, Any]) -> Grid:
     return grid
 
 
+def tokens_grid(found: dict[str, Any]) -> Grid:
+    """Tokens per second of one sequence with a cache: reading a prompt, and writing."""
+    rows = found["tokens"]
+    known = next((row for row in rows if "error" not in row), None)
+    said = "" if known is None else f": {known['prompt']} tokens read, {known['written']} written"
+    grid = new_grid(f"tokens per second, one sequence{said}")
+    for name in ("", "threads", "dense", "compressed", "time, ratio"):
+        grid.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        if "error" in row:
+            grid.add_row("not measured", str(row["threads"]), row["error"], "", "")
+            continue
+        for part in ("prefill", "decode"):
+            both = [f"{row[side][part]:,.1f}" for side in ("dense", "compressed")]
+            grid.add_row(part, str(row["threads"]), *both, f"{row[f'{part}_ratio']:.2f}")
+    return grid
+
+
 def not_timed(found: dict[str, Any]) -> list[str]:
     """Engines that could not be timed and why, each reason once."""
     errors = dict.fromkeys((row["engine"], row["error"]) for row in found["times"] if "error" in row)

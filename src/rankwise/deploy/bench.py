@@ -1,5 +1,7 @@
 """Dense against compressed, measured: time, memory and file sizes of a folder that `compress` wrote.
 
+Of a network that writes text also tokens per second (generation.py).
+
 Every combination of threads and engine runs in a process of its own, where both networks are timed in turns; peak
 memory is that of a process that only ever had the one network.
 
@@ -23,6 +25,7 @@ import torch
 from torch import nn
 
 from rankwise.deploy.export import export, open_onnx
+from rankwise.deploy.generation import compared, writes_text
 from rankwise.errors import RankwiseError
 from rankwise.models import networks
 from rankwise.models.inputs import example_for
@@ -30,6 +33,8 @@ from rankwise.planning.table import Progress
 from rankwise.surgery import checkpoint
 from rankwise.surgery.forward import Example
 from rankwise.surgery.fuse import fuse
+from rankwise.surgery.replace import densify
+from rankwise.surgery.weights_file import tensor_files
 from rankwise.timing.cache import machine
 from rankwise.timing.clock import Run, Timing, inputs_for, on_threads, race, ready_to_run
 
@@ -69,26 +74,33 @@ def bench(job: BenchJob, progress: Progress | None = None) -> dict[str, Any]:
     plan = checkpoint.read_plan(job.folder)
     dense, small, _ = _open(job)
     cells = [(threads, engine) for engine in job.engines for threads in job.threads]
+    writes = [{"threads": threads, "tokens": True} for threads in job.threads] if writes_text(small) else []
+    total = len(cells) + len(writes) + 1
     rows: list[dict[str, Any]] = []
     for done, (threads, engine) in enumerate(cells):
         if progress:
-            progress(f"{engine}, {threads} thread(s)", done, len(cells) + 1)
+            progress(f"{engine}, {threads} thread(s)", done, total)
         rows += _child(job, {"threads": threads, "engine": engine})
+    tokens: list[dict[str, Any]] = []
+    for done, part in enumerate(writes, start=len(cells)):
+        if progress:
+            progress(f"tokens, {part['threads']} thread(s)", done, total)
+        tokens += _child(job, part)[:1]
     if progress:
-        progress("memory", len(cells), len(cells) + 1)
+        progress("memory", total - 1, total)
     memory = {
         side: {str(b): _child(job, {"memory": side, "batch": b})[0]["peak"] for b in job.batches} for side in SIDES
     }
-    file = Path(job.folder) / checkpoint.WEIGHTS
     return {
         "folder": job.folder,
         "machine": machine(),
         "layout": job.layout,
         "fuse": job.fuse,
         "times": rows,
+        **({"tokens": tokens} if tokens else {}),
         "params": {"dense": plan.before.params, "compressed": sum(p.numel() for p in small.parameters())},
         "macs": {"dense": plan.before.macs, "compressed": plan.after.macs},
-        "bytes": {"dense": _bytes(dense), "compressed": file.stat().st_size},
+        "bytes": {"dense": _bytes(dense), "compressed": sum(f.stat().st_size for f in tensor_files(Path(job.folder)))},
         "memory": memory,
     }
 
@@ -103,12 +115,17 @@ def _open(job: BenchJob) -> tuple[nn.Module, nn.Module, Example]:
 
 
 def _dense(job: BenchJob) -> nn.Module:
-    """The network that was compressed; its weights are of no interest here, and random."""
+    """The network that was compressed; its weights are of no interest here, and random, or those of the pairs."""
+    if job.base is None and networks.is_folder_for_transformers(job.folder):
+        original = checkpoint.read_plan(job.folder).model
+        there = original.startswith("hf:") and os.path.isdir(original.removeprefix("hf:"))
+        return (networks.build(original) if there else densify(networks.build(job.folder))).eval()
     return networks.build(job.base or networks.architecture(job.folder)).eval()
 
 
 def _bytes(model: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    every = {t.data_ptr(): t for t in model.state_dict().values()}  # tied weights lie in a file once
+    return sum(t.numel() * t.element_size() for t in every.values())
 
 
 def _child(job: BenchJob, part: dict[str, Any]) -> list[dict[str, Any]]:
@@ -133,6 +150,9 @@ def _work(task: dict[str, Any]) -> list[dict[str, Any]]:
     if "memory" in task:
         return [{"peak": _peak(job, task["memory"], task["batch"])}]
     dense, small, example = _open(job)
+    if "tokens" in task:
+        with on_threads(task["threads"]):
+            return [{"threads": task["threads"], **compared(dense, small, job.repeats)}]
     rows = []
     for batch in job.batches:
         row = {"engine": task["engine"], "threads": task["threads"], "batch": batch}

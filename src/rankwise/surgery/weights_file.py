@@ -32,6 +32,11 @@ def weights_in(folder: Path) -> Path:
     return folder / (INDEX if alone else WEIGHTS)
 
 
+def tensor_files(folder: Path) -> list[Path]:
+    """All files with tensors in a folder."""
+    return _files(weights_in(folder))
+
+
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor, and what `save` wrote about them."""
     tensors: dict[str, Tensor] = {}
