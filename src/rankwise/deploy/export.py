@@ -49,7 +49,7 @@ def export(model: nn.Module, example: Example, path: str | Path, to: str = "onnx
     part = path.parent / f"{path.stem}.part{path.suffix or Path(TARGETS[to]).suffix}"
     try:
         make_folder(path.parent)
-        with undisturbed(model), _quiet():
+        with undisturbed(model), _without_cache(model), _quiet():
             batches, why = _write(model, example, part, to)
             worst = max(_compare(model, example, part, to, batch) for batch in batches)
         rename(part, path)
@@ -176,6 +176,20 @@ def _batch_of(example: Example) -> int:
         else [example]
     )
     return next((len(v) for v in values if isinstance(v, Tensor) and v.ndim), 1)
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """A network of transformers gives its outputs alone: a cache of keys and values is no tensor to be exported."""
+    config: Any = getattr(model, "config", None)
+    if not isinstance(getattr(config, "use_cache", None), bool):
+        yield
+        return
+    before, config.use_cache = config.use_cache, False
+    try:
+        yield
+    finally:
+        config.use_cache = before
 
 
 @contextmanager
