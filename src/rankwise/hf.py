@@ -20,12 +20,13 @@ from typing import Any
 
 from torch import nn
 
+from rankwise.core.layer import Layer
 from rankwise.errors import RankwiseError, need
 from rankwise.planning.plan import Choice, Plan
 from rankwise.surgery.checkpoint import hashes
 from rankwise.surgery.fuse import fuse_norms_
 from rankwise.surgery.layout import lay_out_
-from rankwise.surgery.modules import GroupedLinear, describe, kind_of, mark_of
+from rankwise.surgery.modules import GroupedLinear, describe, is_lookup, kind_of, mark_of
 from rankwise.surgery.pretrained_folder import METHOD, NEEDED, read_plan_of
 from rankwise.surgery.replace import replace_layers_
 from rankwise.surgery.weights_file import read_header
@@ -97,6 +98,7 @@ def attach_(model: nn.Module, plan: Plan) -> None:
     network: Any = model
     network.config.quantization_config = RankwiseConfig(plan.to_json(), __version__)
     network.hf_quantizer = RankwiseQuantizer(network.config.quantization_config)
+    _tie_(model, {choice.name: choice.heads for choice in plan.choices})
     _mark_(model)
 
 
@@ -133,16 +135,33 @@ def put_pairs_(model: nn.Module, plan: Plan) -> None:
         raise RankwiseError(
             f"the plan was made for another model: {type(model).__name__} has no layer {plan.choices[0].name!r}"
         )
-    matches = [(choice, describe(_layer(choice, modules), choice.name)) for choice in chosen]
+    matches = [(choice, _described(choice, modules)) for choice in chosen]
     for choice, layer in matches:
         choice.check(layer)
     pruned = tuple(entry for entry in plan.pruned if names[entry.name] == entry.name)
     replace_layers_(model, replace(plan, layers=(*chosen, *pruned)), fill=False, layers=matches)
     fuse_norms_(model, plan.fused, fill=False)
+    _tie_(model, {choice.name: layer.heads for choice, layer in matches})
     for module in model.modules():
         # transformers initialises some layers through the module that holds them, and would not find their weight
         if any(mark_of(child) is not None for child in module.children()):
             module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def _tie_(model: Any, heads: dict[str, tuple[str, ...]]) -> None:
+    """Tell transformers which factors share a weight, in place of the layers that did."""
+    tied = {
+        f"{head}.weight": (f"{head}.decoder.weight", f"{name}.encoder.weight")
+        for name, mine in heads.items()
+        for head in mine
+    }
+    if not tied:
+        return
+    for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
+        known = getattr(model, attribute, None)
+        if isinstance(known, dict):
+            kept = {target: source for target, source in known.items() if target not in tied}
+            setattr(model, attribute, {**kept, **dict(tied.values())})
 
 
 def _here(name: str, modules: dict[str, nn.Module], prefix: str) -> str | None:
@@ -153,9 +172,15 @@ def _here(name: str, modules: dict[str, nn.Module], prefix: str) -> str | None:
     return None
 
 
+def _described(choice: Choice, modules: dict[str, nn.Module]) -> Layer:
+    """The layer of a choice; of an embedding with those of its heads that are here."""
+    heads = tuple(head for head in choice.heads if head in modules)
+    return replace(describe(_layer(choice, modules), choice.name), heads=heads)
+
+
 def _layer(choice: Choice, modules: dict[str, nn.Module]) -> nn.Module:
     module = modules[choice.name]
-    if kind_of(module) is None:
+    if kind_of(module) is None and not is_lookup(module):
         raise RankwiseError(
             f"the plan was made for another model: layer {choice.name!r} is {type(module).__name__} here, "
             f"and {choice.kind!r} in the plan"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from rankwise.calibration.objective import divergence, logits_in
 from rankwise.surgery.forward import Batches, run_example, tensors_of, undisturbed
 
 
@@ -53,12 +54,29 @@ def variance_of(answers: dict[int, Spread]) -> float:
 
 
 def change_of(model: nn.Module, small: nn.Module, inputs: Batches, variance: float) -> float:
-    """E ‖out − out°‖² relative to the variance of the outputs: what `effect` predicts."""
+    """What `effect` predicts: E ‖out − out°‖² relative to the variance of the outputs.
+
+    Of networks that end in a vocabulary: the divergence of probabilities in nats for each position (objective.py).
+    """
     lost, count = 0.0, 0
     with undisturbed(model), undisturbed(small):
         for batch in inputs:
-            wanted, given = (flat_answer(tensors_of(run_example(net, batch))) for net in (model, small))
+            answers = [_floats(run_example(net, batch)) for net in (model, small)]
+            logits = logits_in(model, answers[0])
+            if logits is not None:
+                lost += 2 * divergence(logits, answers[1][_index(answers[0], logits)])
+                count += len(logits)
+                continue
+            wanted, given = (flat_answer(answer) for answer in answers)
             if wanted is not None and given is not None:
                 lost += float((given.double() - wanted.to(given.device).double()).square().sum())
                 count += len(wanted)
     return lost / max(1, count) / variance
+
+
+def _floats(output: object) -> list[Tensor]:
+    return [t for t in tensors_of(output) if t.is_floating_point()]
+
+
+def _index(answer: list[Tensor], one: Tensor) -> int:
+    return next(i for i, t in enumerate(answer) if t is one)

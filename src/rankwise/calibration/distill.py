@@ -5,7 +5,8 @@ The outputs of the original network are the targets, and so are those of each of
     ‖out − out°‖² / Var(out°)  +  mean over replaced layers of ‖y − y°‖² / Var(y°)
 
 is minimised by Adam with a rate that falls to zero (cosine). The layers say more of an image than the few numbers at
-the end of the network do. Batch norms keep their statistics and dropout is off: the networks are compared as they will
+the end of the network do. Where the network ends in a vocabulary the divergence of its probabilities stands in for the
+first term (texts.py). Batch norms keep their statistics and dropout is off: the networks are compared as they will
 be used.
 
 A few hundred images are soon known by heart. So half of the images of a batch are mirrored, all are moved by up to an
@@ -26,6 +27,8 @@ from torch.nn import functional as F
 
 from rankwise.calibration.activations import Data, batches, check_some
 from rankwise.calibration.layer_targets import errors_of, outputs_of, replaced
+from rankwise.calibration.objective import is_text, logits_in
+from rankwise.calibration.texts import EVERY, Best, divergence_loss, factors_of, some_texts
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.replace import copy_model
@@ -103,13 +106,20 @@ def recover_(
     effort: Effort = EFFORT,
     seed: int = 0,
     progress: Steps | None = None,
+    check: Callable[[], float] | None = None,
 ) -> list[float]:
-    """The same in place; gives the loss of every step."""
+    """The same in place; gives the loss of every step.
+
+    On texts only factors are trained, and with `check`, a measure of which less is better, the best state is kept.
+    """
     steps, seconds = effort.steps, effort.seconds
     pieces, scale = _pieces(original, data)
     original = copy_model(original)
     random = torch.Generator().manual_seed(seed)
-    frozen = [p for p in small.parameters() if p.is_floating_point() and not p.requires_grad]
+    text = all(map(is_text, pieces))
+    trained = factors_of(small) if text else [p for p in small.parameters() if p.is_floating_point()]
+    states = [(p, p.requires_grad) for p in small.parameters() if p.is_floating_point()]
+    best = Best(small, check) if text and check is not None else None
     modes = {module: module.training for module in small.modules()}
     end = math.inf if seconds is None else time.monotonic() + seconds
     losses: list[float] = []
@@ -117,10 +127,14 @@ def recover_(
     _channels_last_(original)
     try:
         small.eval()
-        for p in frozen:
+        for p, _ in states:
+            p.requires_grad_(False)
+        for p in trained:
             p.requires_grad_(True)
-        optimiser = torch.optim.Adam([p for p in small.parameters() if p.is_floating_point()], lr=effort.rate)
-        while len(losses) < steps and time.monotonic() < end:
+        optimiser = torch.optim.Adam(trained, lr=effort.rate) if trained else None
+        while optimiser is not None and len(losses) < steps and time.monotonic() < end:
+            if best is not None and len(losses) % EVERY == 0 and not best.look():
+                break
             done = max(len(losses) / steps, 0.0 if seconds is None else 1 - (end - time.monotonic()) / seconds)
             for group in optimiser.param_groups:
                 group["lr"] = effort.rate_at(len(losses), done)
@@ -130,14 +144,16 @@ def recover_(
             if progress:
                 progress(len(losses), min(steps, math.ceil(len(losses) / max(done, 1 / steps))), losses[-1])
     finally:
-        for p in frozen:
-            p.requires_grad_(False)
-        for p in small.parameters():
+        for p, before in states:
+            p.requires_grad_(before)
             p.grad = None
         for module, mode in modes.items():
             module.training = mode
         if layout:
             small.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    if best is not None and losses:
+        best.look()
+        best.restore()
     return losses
 
 
@@ -164,12 +180,16 @@ def _step_(
             batch = batch[torch.randperm(len(batch), generator=random)[:BATCH]]
         if batch.ndim == 4 and batch.is_floating_point():
             batch = varied(batch, random).contiguous(memory_format=torch.channels_last)
+    if is_text(batch):
+        batch = some_texts(batch, random)
     with undisturbed(original), outputs_of(original, replaced(small, original)) as layers:
         wanted = _answers(run_example(original, batch))
     with errors_of(small, layers) as errors:
         given = _answers(run_example(small, batch))
-    parts = [(a.float() - b.to(a.device).float()).square().sum() for a, b in zip(given, wanted, strict=True)]
-    loss = torch.stack(parts).sum() / (len(wanted[0]) * scale)
+    loss = divergence_loss(original, wanted, given)
+    if loss is None:
+        parts = [(a.float() - b.to(a.device).float()).square().sum() for a, b in zip(given, wanted, strict=True)]
+        loss = torch.stack(parts).sum() / (len(wanted[0]) * scale)
     if errors:
         loss = loss + torch.stack(errors).mean()
     optimiser.zero_grad()
@@ -204,10 +224,13 @@ def moved(images: Tensor, random: torch.Generator) -> Tensor:
 
 def _pieces(original: nn.Module, data: Data) -> tuple[list[Example], float]:
     """Inputs, and the variance of what the original network says to them; plain tensors become one to draw from."""
-    found, answers = [], []
+    found: list[Example] = []
+    answers: list[list[Tensor]] = []
     with undisturbed(original):
         for batch in batches(data):
             found.append(batch)
+            if answers and logits_in(original, answers[0]) is not None:
+                continue  # the divergence needs no scale, and the logits of all texts no memory
             answers.append([t.clone() for t in _answers(run_example(original, batch))])
     check_some(len(found))
     if not answers[0]:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from rankwise.calibration.activations import patch_size
 from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
-from rankwise.calibration.output_metric import influences
+from rankwise.calibration.output_metric import MOST_OUTPUTS, influences
 from rankwise.calibration.shrinkage import settle_, target_for
 from rankwise.core.fold import all_folds
-from rankwise.core.layer import Coverage, Layer
+from rankwise.core.layer import LOOKUP, Coverage, Layer
 from rankwise.core.linalg import check_finite
 from rankwise.core.option import Option
-from rankwise.decompositions import DECOMPOSITIONS, METRIC, PLAIN, Selection, Target
+from rankwise.decompositions import DECOMPOSITIONS, METRIC, PLAIN, TOKENS, Selection, Target
 from rankwise.decompositions.held_out import plain_errors
 from rankwise.planning.planner import Settings
 from rankwise.planning.table import Progress, Table, fingerprint, module_weights
@@ -72,7 +72,8 @@ def each_influence(
         for layer in group:
             one = found.pop(layer.name)
             yield layer, one
-            settle_(layer, weights[layer.name], one, inputs.least)
+            if layer.kind != LOOKUP:
+                settle_(layer, weights[layer.name], one, inputs.least)
 
 
 def passes(layers: list[Layer], limit: float) -> list[list[Layer]]:
@@ -93,17 +94,21 @@ def needed(layer: Layer) -> float:
     """Bytes of the moments of a layer: those of patches and of Γ on both sides, for each half, in single precision."""
     size = patch_size(layer)
     inside = size**2 if size <= LARGEST else 0
-    return 2 * 2 * 4.0 * layer.groups * (inside + layer.group_filters**2)
+    outside = layer.group_filters**2 if layer.group_filters <= MOST_OUTPUTS else 0
+    return 2 * 2 * 4.0 * layer.groups * (inside + outside)
 
 
 def _add(table: Table, layer: Layer, weight: Tensor, one: Influence, inputs: Inputs, settings: Settings) -> None:
     """The options of a layer with their effects."""
-    if one.whole and one.count:
+    if layer.kind == LOOKUP:
+        _add_lookup(table, Target(layer, weight, tokens=one.tokens), settings)
+    elif one.whole and one.count:
         target = target_for(layer, weight, one, inputs.least)
         for name in settings.decompositions:
             if DECOMPOSITIONS[name].needs == METRIC:
                 table.add(layer, DECOMPOSITIONS[name].score(target, settings.selection))
-        _compete(table, layer, target, settings)
+        if not one.by_token:  # with so many samples fitting is never behind
+            _compete(table, layer, target, settings)
     elif one.count or not inputs.real:
         _add_plain(table, layer, weight, one, settings.selection)
 
@@ -121,11 +126,19 @@ def _add_plain(table: Table, layer: Layer, weight: Tensor, one: Influence, selec
         table.given[layer.name, option] = {"effect": effect}
 
 
+def _add_lookup(table: Table, target: Target, settings: Settings) -> None:
+    for name in settings.decompositions:
+        if DECOMPOSITIONS[name].needs == TOKENS:
+            table.add(target.layer, DECOMPOSITIONS[name].score(target, settings.selection))
+
+
 def _mean(one: Influence) -> float:
     """What one unit of ‖W − Ŵ‖² costs if inputs and outputs had no preferred direction."""
     both = one.both
     power = float(one.seen.second_moment.diagonal(dim1=1, dim2=2).mean())
-    return power * (both.places / one.variance if one.is_output else float(both.metric.diagonal(dim1=1, dim2=2).mean()))
+    if one.is_output:
+        return power * both.level * both.places / one.variance
+    return power * float(both.metric.diagonal(dim1=1, dim2=2).mean())
 
 
 def _compete(table: Table, layer: Layer, target: Target, settings: Settings) -> None:

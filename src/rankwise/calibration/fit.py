@@ -35,10 +35,11 @@ from rankwise.calibration.shrinkage import settle_, target_of_both
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import precise
 from rankwise.core.moments import Moments
-from rankwise.decompositions import METRIC, Target, of
+from rankwise.decompositions import METRIC, TOKENS, Target, of
 from rankwise.planning.plan import Choice, Plan
 from rankwise.surgery.forward import run_example, undisturbed
 from rankwise.surgery.hooks import Seen, watching
+from rankwise.surgery.lookups import head_swaps
 from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair, put_factors_
 from rankwise.surgery.replace import copy_model, match_layers, replace_layers_, swap_modules_, target_of
 
@@ -72,11 +73,15 @@ def apply_fitted(
     Unless `in_order`, nothing is run, and layers do not make up for each other. `coverage` is that of the model, if it
     is known.
     """
-    later = {choice.name for choice in plan.choices if of(choice.option).needs == METRIC}
+    needs = {choice.name: of(choice.option).needs for choice in plan.choices}
+    later = {name for name, what in needs.items() if what in (METRIC, TOKENS)}
     layers = match_layers(model, plan, coverage)
-    tasks = [(choice, layer) for choice, layer in layers if choice.name in later]
+    tasks = [(choice, layer) for choice, layer in layers if needs[choice.name] == METRIC]
     start = copy_model(model)
     replace_layers_(start, plan, fill=True, moments=moments, later=later, layers=layers)  # the others stay for now
+    for choice, layer in layers:
+        if needs[choice.name] == TOKENS:
+            _put_lookup_(start, choice, layer, influence.get(layer.name))
     closed = copy_model(start)
     for choice, layer in tasks:
         one = influence.get(layer.name)
@@ -94,6 +99,14 @@ def apply_fitted(
     if changes[1] <= changes[0]:
         return Fit(ordered, changes[1], True, changes[0])
     return Fit(closed, changes[0], False, changes[0])
+
+
+def _put_lookup_(small: nn.Module, choice: Choice, layer: Layer, one: Influence | None) -> None:
+    """The pair of an embedding, and those of its heads."""
+    old: Any = small.get_submodule(layer.name)
+    pair = build_pair(layer, choice.option, choice.rank, old)
+    fill_pair_(pair, Target(layer, old.weight, tokens=one and one.tokens), choice.option, choice.rank)
+    swap_modules_(small, {old: pair, **head_swaps(small, layer, pair)})
 
 
 def _fit_closed_(small: nn.Module, model: nn.Module, choice: Choice, layer: Layer, one: Influence | None) -> None:

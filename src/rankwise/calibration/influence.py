@@ -45,6 +45,12 @@ class Half:
     gammas: int = 0
     places: float = 1.0
     pulls: tuple[float, float] = (0.0, 0.0)  # Σ over inputs of ‖Σ_p g_p‖² and of Σ_p ‖g_p‖²
+    levels: float = 0.0  # Σ over inputs of the mean of g², where outputs are taken as alike; 0: it is 1
+
+    @property
+    def level(self) -> float:
+        """What an error of one of the outputs counts, where all of them are taken as alike."""
+        return self.levels / max(1, self.gammas) if self.levels else 1.0
 
     def divided(self, by: float) -> None:
         self.metric, self.moment, self.outer = self.metric / by, self.moment / by, self.outer / by
@@ -58,7 +64,8 @@ class Influence:
     too many entries for a covariance, `seen` is of single entries and `whole` is False. `centred` is whether the mean
     of an error can be made up for, so that only what varies is lost: by the layer's bias, or without one by the running
     mean of the batch norm `norm` that follows. Outputs of a transposed convolution differ in how many inputs they see:
-    one bias would not do. `is_output` is whether the layer's outputs are those of the network.
+    one bias would not do. `is_output` is whether the layer's outputs are those of the network, or too many for a
+    metric: an error counts alike in all of them.
 
     Once the layer's options are measured only what it is fitted with is needed: `settled`, moments and metric of both
     halves together, drawn towards the identity.
@@ -70,6 +77,9 @@ class Influence:
     centred: bool = False
     norm: str = ""
     is_output: bool = False
+    by_token: bool = False  # the network answers to every token, so positions are taken one by one
+    nats: bool = False  # the network ends in a vocabulary: effects are divergences of probabilities (objective.py)
+    tokens: object = None  # of an embedding, what its uses say (lookups.py); nothing else is known of it
     shares: Shares | None = None  # of both halves together, once they are chosen (shrinkage.py)
     settled: tuple[Tensor, Tensor | None] | None = None
 
@@ -122,7 +132,8 @@ class Influence:
             for name in ("metric", "moment", "outer")
         ]
         metric, moment, outer = sums
-        return Half(self.seen, metric, moment, outer, self.samples, total, self.places)
+        levels = sum(half.levels for half in parts)
+        return Half(self.seen, metric, moment, outer, self.samples, total, self.places, levels=levels)
 
 
 def _compact(matrices: Tensor) -> Tensor:

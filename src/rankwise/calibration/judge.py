@@ -50,17 +50,17 @@ def judged(small: nn.Module, model: nn.Module, plan: Plan, inputs: Inputs, varia
         return plan.warned(f"{few}: the predicted change of the outputs was not measured") if inputs.real else plan
     measured = change_of(model, small, inputs.last, variance)
     plan = replace(plan, search=replace(plan.search, measured=measured))
-    stated = plan.search.objective
+    stated, what = plan.search.objective, plan.search.of_what()
     if stated is None or not inputs.real or max(measured, stated) < LITTLE:
         return plan
     if measured > OFF * stated:
         return plan.warned(
-            f"the plan predicts a change of the outputs of {stated:.3g} of their variance, and {measured:.3g} was "
+            f"the plan predicts a change of the outputs of {stated:.3g} {what}, and {measured:.3g} was "
             f"measured on {len(inputs.last)} new inputs: give more calibration inputs, or a larger budget"
         )
     if recovered or stated <= OFF * measured:
         return plan
     return plan.warned(
-        f"the plan predicts a change of the outputs of {stated:.3g} of their variance, and only {measured:.3g} was "
+        f"the plan predicts a change of the outputs of {stated:.3g} {what}, and only {measured:.3g} was "
         f"measured on {len(inputs.last)} new inputs: a smaller budget may do, or more calibration inputs"
     )

@@ -14,9 +14,14 @@ from rankwise.surgery.modules import mark_of
 
 
 def replaced(small: nn.Module, original: nn.Module) -> list[str]:
-    """The names of layers that are one in the original and several in the small network."""
+    """The names of layers that are one in the original and several in the small network.
+
+    Without heads of embeddings: what they give is seen at the end of the network.
+    """
     known = dict(original.named_modules())
-    return [name for name, module in small.named_modules() if mark_of(module) is not None and name in known]
+    marks = {name: mark for name, module in small.named_modules() if (mark := mark_of(module)) is not None}
+    heads = {head for mark in marks.values() for head in mark.get("heads", ())}
+    return [name for name in marks if name in known and name not in heads]
 
 
 def relative(given: Tensor, wanted: Tensor) -> Tensor:

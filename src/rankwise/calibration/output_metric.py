@@ -34,7 +34,9 @@ from rankwise.calibration.activations import check_finite, check_some, patch_siz
 from rankwise.calibration.answers import Spread, add_answers, variance_of
 from rankwise.calibration.influence import Half, Influence
 from rankwise.calibration.inputs import CALIBRATION, Inputs, Portion
-from rankwise.core.layer import Layer
+from rankwise.calibration.lookups import Lookups
+from rankwise.calibration.objective import by_token, logits_in, pull_of_probabilities
+from rankwise.core.layer import LOOKUP, Layer
 from rankwise.core.moments import square
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import Batches, Example, run_example, tensors_of, undisturbed
@@ -48,21 +50,28 @@ UNFOLDED = 1 << 24  # entries of patches at a time
 GRADIENTS = 256  # inputs that gradients are taken of
 INPUTS, PATCHES = 64, 1 << 24  # inputs, or entries of patches, that Γ of a layer is taken of, in each half
 DRAWS = 1
+MOST_OUTPUTS = 8192  # of a layer with a metric of its own: one of a vocabulary would not fit into memory
 
 
 def influences(
-    model: nn.Module, inputs: Inputs | Batches, layers: list[Layer], largest: int, seed: int = 0, means: bool = True
+    model: nn.Module,
+    inputs: Inputs | Batches,
+    layers: list[Layer],
+    largest: int,
+    seed: int = 0,
+    means: bool = True,
 ) -> dict[str, Influence]:
     """For every layer its influence, relative to the variance of the network's outputs.
 
     Covariances of patches with more than `largest` entries are not collected. Without `means` those of the data are not
-    to be trusted, and nothing makes up for the mean of an error.
+    to be trusted, and nothing makes up for the mean of an error. Of embeddings other things are counted (lookups.py).
     """
     inputs = inputs if isinstance(inputs, Inputs) else Inputs(list(inputs), CALIBRATION)
+    lookups = Lookups([la for la in layers if la.kind == LOOKUP])
+    layers = [la for la in layers if la.kind != LOOKUP]
     found = {la.name: Influence((Half(), Half()), patch_size(la) <= largest) for la in layers}
     count = len(inputs.halves[0]) + len(inputs.halves[1])
-    walk = _Walk(model, layers, found, count, torch.Generator().manual_seed(seed))
-    answers: dict[int, Spread] = {}
+    walk = _Walk(model, layers, found, count, torch.Generator().manual_seed(seed), lookups)
     with undisturbed(model), ExitStack() as hung:
         for number, half in enumerate(inputs.halves):
             for piece in half.pieces():
@@ -70,15 +79,16 @@ def influences(
                 if not walk.batch:
                     if means:
                         _find_means(model, batch, layers, found)
-                    hung.enter_context(watching(model, {la.name: partial(walk.look, la) for la in layers}))
-                add_answers(answers, walk.run(batch, number))
+                    looks = {la.name: partial(walk.look, la) for la in layers}
+                    hung.enter_context(watching(model, {**looks, **walk.lookups.looks()}))
+                walk.add_answers(walk.run(batch, number))
     check_some(walk.batch)
-    variance = variance_of(answers)
+    variance = walk.lookups.variance = walk.unit()
     for one in found.values():
-        one.variance = variance
+        one.variance, one.nats = variance, bool(walk.predictions[0])
         for mine in one.halves:
             mine.divided(variance * max(1, mine.gammas))
-    return found
+    return {**found, **lookups.influences(model)}
 
 
 class _Walk:
@@ -91,8 +101,13 @@ class _Walk:
         found: dict[str, Influence],
         count: int,
         random: torch.Generator,
+        lookups: Lookups,
     ) -> None:
         self.model, self.layers, self.found, self.count, self.random = model, layers, found, count, random
+        self.lookups = lookups
+        self.answers: dict[int, Spread] = {}
+        self.predictions = [0, 0]  # inputs, and positions with probabilities of a vocabulary
+        self.alone = False  # an output for every token: positions are taken one by one
         self.batch = self.half = 0
         self.piece = Portion([], [])
         self.drawn = [0, 0]
@@ -126,39 +141,67 @@ class _Walk:
         """The network's outputs. Gradients are taken of the first inputs only."""
         self.batch, self.half = self.batch + 1, half
         self.calls.clear()
+        self.lookups.start(half)
         with torch.set_grad_enabled(2 * self.drawn[half] < GRADIENTS):
             answer = [t for t in tensors_of(run_example(self.model, batch)) if t.is_floating_point()]
+            self.count_predictions(answer)
+            self.alone = by_token(batch, answer)
             inputs = next((len(t) for t in answer if t.ndim), 1)
             if torch.is_grad_enabled():
                 self.drawn[half] += inputs
                 self._add_metrics(answer, inputs)
         for layer in self.layers:
             self.found[layer.name].halves[half].samples += inputs
+            self.found[layer.name].by_token = self.alone
         return answer
 
     def _add_metrics(self, answer: list[Tensor], inputs: int) -> None:
         reached = [(layer, call) for layer in self.layers for call in self.calls.get(layer.name, [])]
-        tracked = [t for t in answer if t.requires_grad]
-        if not tracked or not reached:
+        logits = logits_in(self.model, answer)
+        tracked = [t for t in (answer if logits is None else [logits]) if t.requires_grad]
+        if not tracked or not (reached or self.lookups.outs):
             raise RankwiseError(
                 "the network's outputs do not depend on its layers, so their influence is unknown: leave data= out"
             )
         for layer in self.layers:
             mine = self.found[layer.name]
             calls = self.calls.get(layer.name, [])
-            mine.is_output = len(calls) == len(answer) == 1 and _is_copy(answer[0], calls[0][1])
+            mine.is_output = layer.group_filters > MOST_OUTPUTS or (
+                len(calls) == len(answer) == 1 and _is_copy(answer[0], calls[0][1])
+            )
         for _ in range(DRAWS):
-            drawn: list[Tensor] = [(torch.randn(t.shape, generator=self.random).to(t) * t).sum() for t in tracked]
-            outs = [call[1] for _, call in reached]
+            drawn: list[Tensor] = [(self._pull(t, logits) * t).sum() for t in tracked]
+            outs = [call[1] for _, call in reached] + self.lookups.outs
             total = torch.stack([one.to(drawn[0]) for one in drawn]).sum()
             found = torch.autograd.grad(total, outs, retain_graph=True, allow_unused=True)
+            self.lookups.add(found[len(reached) :], inputs)
             gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
-            for (layer, (given, _)), gradient in zip(reached, found, strict=True):
+            for (layer, (given, _)), gradient in zip(reached, found[: len(reached)], strict=True):
                 if gradient is not None:
                     gradients.setdefault(layer.name, []).append((given, gradient))
             for layer in self.layers:
                 if layer.name in gradients:
                     self._add_metric(layer, gradients.pop(layer.name), inputs)
+
+    def _pull(self, output: Tensor, logits: Tensor | None) -> Tensor:
+        """v, by which an output is multiplied before gradients are taken."""
+        if logits is not None:
+            return pull_of_probabilities(output, self.random)
+        return torch.randn(output.shape, generator=self.random).to(output)
+
+    def count_predictions(self, answer: list[Tensor]) -> None:
+        logits = logits_in(self.model, answer)
+        if logits is not None:
+            self.predictions = [self.predictions[0] + len(logits), self.predictions[1] + logits[..., 0].numel()]
+
+    def add_answers(self, answer: list[Tensor]) -> None:
+        if not self.predictions[0]:
+            add_answers(self.answers, answer)
+
+    def unit(self) -> float:
+        """What changes are relative to: the variance of the outputs; or so that they are nats for each position."""
+        inputs, positions = self.predictions
+        return 2 * positions / inputs if inputs else variance_of(self.answers)
 
     def _enough(self, layer: Layer, calls: list[tuple[Tensor, Tensor]]) -> float:
         """So many inputs of a half are enough: a layer with many positions says much in each of them."""
@@ -175,13 +218,15 @@ class _Walk:
         pairs = [_by_input(layer, given, gradient, inputs, self.random) for given, gradient in calls]
         half.places = sum(share * g.shape[2] for _, g, share in pairs)
         if one.is_output:
+            if self.predictions[0] or layer.group_filters > MOST_OUTPUTS:
+                half.levels += sum(float(g.square().mean()) for _, g, _ in pairs) * inputs / len(pairs)
             return
         single = 0.0
         for _, gradient, share in pairs:
             flat = gradient.flatten(1, 2)
             half.metric = half.metric.to(flat) + share * square(flat)
             single += share * float(flat.square().sum())
-        if layer.transposed or not one.whole:
+        if layer.transposed or not one.whole or self.alone:
             return
         given = pairs[0][0] if len(pairs) == 1 else torch.cat([pair[0] for pair in pairs], dim=2)
         gradient = torch.cat([share * g for _, g, share in pairs], dim=2)  # each stands for `share` positions

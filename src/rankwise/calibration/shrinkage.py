@@ -29,6 +29,7 @@ INPUTS = (0.01, 0.03, 0.1, 0.3, 0.6, 0.85, 1.0)
 METRICS = (1e-3, 0.03, 0.2, 0.6, 1.0)
 CALM = (0.0, 0.3, 0.7, 1.0)  # towards the moments of single positions
 CLEAR = 0.05  # of a mean logarithm of errors
+PLENTY = 4  # positions for each dimension
 FIRST = 1e-3  # share of the metric while that of the inputs is chosen, and of both where there is one half only
 
 
@@ -42,9 +43,23 @@ def choose_shares_(layer: Layer, weight: Tensor, one: Influence, least: float) -
         size = one.means[0].shape[-1]
         one.shares = Shares(max(least, share_for(one.count, size)), FIRST, 0.5)
         return None
-    shares = choose(layer, weight, halves, least)
+    shares = _by_count(one, halves, least) or choose(layer, weight, halves, least)
     one.shares = shares.doubled()
     return shares
+
+
+def _by_count(one: Influence, halves: tuple[_Evidence, _Evidence], least: float) -> Shares | None:
+    """In closed form where positions are samples of their own and many: nothing is left to choose then.
+
+    On a Llama the best of the grid was 0.03 to 0.1 for inputs and 0.03 to 0.2 for outputs, and 0.06 and 0.04 to 0.1 is
+    what positions count; the search took half of the time.
+    """
+    metric, count = halves[0].test_metric, min(half.seen.count for half in one.halves)
+    wide = max(m.shape[-1] for m in (halves[0].test_moment, metric) if m is not None)
+    if halves[0].test_moment is not halves[0].calm_moment or not one.by_token or count < PLENTY * wide:
+        return None
+    outputs = FIRST if metric is None else share_for(count, metric.shape[-1])
+    return Shares(max(least, share_for(count, halves[0].test_moment.shape[-1])), outputs, 0.0)
 
 
 def target_for(layer: Layer, weight: Tensor, one: Influence, least: float) -> Target:
@@ -129,7 +144,7 @@ def _evidence(one: Influence, half: Half) -> _Evidence:
     seen = half.seen
     calm = working(seen.covariance if one.centred else seen.second_moment)
     if one.is_output:
-        moment = calm * (half.places / one.variance)
+        moment = calm * (half.level * half.places / one.variance)
         return _Evidence(moment, None, moment, None, half.samples)
     metric = working(half.metric).to(calm)
     if not half.moment.ndim:  # positions as if they were independent

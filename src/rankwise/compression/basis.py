@@ -20,10 +20,11 @@ from rankwise.calibration.inputs import Inputs, find_inputs
 from rankwise.calibration.synthetic import NoInputs
 from rankwise.core.layer import Coverage
 from rankwise.core.moments import Moments
-from rankwise.decompositions import FITTED, PLAIN
+from rankwise.decompositions import FITTED, LOOKUPS, PLAIN
 from rankwise.errors import RankwiseError
 from rankwise.methods import needs_data, no_data, table_for
 from rankwise.planning.budget import Budget
+from rankwise.planning.findings import NATS
 from rankwise.planning.plan import Plan, listed
 from rankwise.planning.planner import Settings, find_plan
 from rankwise.planning.table import Progress, Table
@@ -78,8 +79,9 @@ class Basis:
         inputs = self.seen.inputs
         if inputs is None:
             return plan.warned(*_unreached(self.unseen, "calibration data"))
-        variance = next((one.variance for one in self.seen.influence.values()), 0.0)
-        plan = replace(plan, search=replace(plan.search, inputs=inputs.kind, variance=variance))
+        first = next(iter(self.seen.influence.values()), None)
+        variance, unit = (0.0, None) if first is None else (first.variance, NATS if first.nats else None)
+        plan = replace(plan, search=replace(plan.search, inputs=inputs.kind, variance=variance, unit=unit))
         return plan.warned(*self._by_their_weights(plan, inputs))
 
     @property
@@ -136,7 +138,11 @@ def by_weights(ground: Ground, settings: Settings, times: Times | None, *warning
 def _auto(ground: Ground, settings: Settings, times: Times | None) -> Basis:
     wanted = replace(settings, error="effect", decompositions=(*FITTED, PLAIN.name))
     try:
-        return _by_effect(ground, wanted, times, _inputs(ground, settings))
+        inputs = _inputs(ground, settings)
+        if inputs.real and times is None and ground.coverage.embeddings:
+            ground = replace(ground, coverage=ground.coverage.with_embeddings())
+            wanted = replace(wanted, decompositions=(*wanted.decompositions, *LOOKUPS))
+        return _by_effect(ground, wanted, times, inputs)
     except NoInputs as err:
         why = f"no data was given, and {err}"
     except LinAlgError as err:  # numbers that no shrinkage could save

@@ -11,6 +11,7 @@ from torch import nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise.calibration.activations import Data, output_moments
+from rankwise.calibration.answers import change_of
 from rankwise.calibration.distill import read_effort, recover_
 from rankwise.calibration.effect_table import each_influence
 from rankwise.calibration.fit import apply_fitted
@@ -22,7 +23,7 @@ from rankwise.compression.request import Request
 from rankwise.core.layer import Coverage
 from rankwise.core.linalg import computing_on
 from rankwise.data.loaders import notes_of
-from rankwise.decompositions import FITTED, METRIC, OUTPUTS, of
+from rankwise.decompositions import FITTED, LOOKUPS, METRIC, OUTPUTS, TOKENS, of
 from rankwise.errors import RankwiseError
 from rankwise.methods import calibration, settings_for
 from rankwise.planning.budget import Budget, check_sizes
@@ -133,7 +134,7 @@ class Compression:
         needs = {of(choice.option).needs for choice in plan.choices}
         if OUTPUTS in needs and ground.data is not None:
             return Observations(output_moments(self.model, ground.data, self.coverage.layers))
-        if METRIC not in needs:
+        if not needs & {METRIC, TOKENS}:
             return Observations()
         seed = int(plan.settings.get("seed") or 0)
         try:
@@ -142,7 +143,7 @@ class Compression:
             return Observations()  # surgery says what is missing
         if inputs.kind == NOISE != plan.inputs:
             return Observations()
-        found = each_influence(self.model, inputs, self.coverage, seed)
+        found = each_influence(self.model, inputs, self.coverage.with_embeddings(), seed)
         return Observations({}, inputs, {layer.name: one for layer, one in found})
 
     def check(self) -> None:
@@ -201,8 +202,10 @@ class Compression:
         """Refuse a budget below the smallest that shapes allow. `auto` may come to use fitted decompositions."""
         settings = self.settings
         if isinstance(settings, Settings):
-            names = (*settings.decompositions, *(FITTED if self.request.is_free else ()))
-            check_reachable(self.coverage, budget, settings.selection, names, settings.rank_multiple)
+            free = self.request.is_free
+            names = (*settings.decompositions, *((*FITTED, *LOOKUPS) if free else ()))
+            coverage = self.coverage.with_embeddings() if free and self._data is not None else self.coverage
+            check_reachable(coverage, budget, settings.selection, names, settings.rank_multiple)
 
     @cached_property
     def _replayed(self) -> Plan:
@@ -281,7 +284,11 @@ class Compression:
             work = partial(recover_, small, self.model, data, effort, progress=told)
             if inputs is None:
                 work()
-            elif not keep_if_better_(small, self.model, inputs, variance_in(seen.influence), work):
+                return plan
+            variance = variance_in(seen.influence)
+            if len(inputs.check):
+                work = partial(work, check=partial(change_of, self.model, small, inputs.check, variance))
+            if not keep_if_better_(small, self.model, inputs, variance, work):
                 return plan.warned("recovery did not help on inputs that it had not seen, so it was undone")
         return plan
 

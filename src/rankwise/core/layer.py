@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 LINEAR_KINDS = ("Linear", "Conv1D")  # Conv1D is the Hugging Face linear layer with a transposed weight
+LOOKUP = "Embedding"  # a linear layer of one-hot inputs: `channels` is the vocabulary, `filters` the width
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that can be decomposed. `calls` is None when no example input was given."""
+    """A layer that can be decomposed. `calls` is None when no example input was given.
+
+    Of an embedding, `heads` are linear layers that multiply with the same weight, (outputs, inputs) there, and
+    `head_rows` how often they do.
+    """
 
     name: str
     kind: str
@@ -41,6 +46,8 @@ class Layer:
     bias: bool = True
     calls: tuple[Call, ...] | None = None
     aliases: tuple[str, ...] = ()  # other names of the same shared module
+    heads: tuple[str, ...] = ()
+    head_rows: int = 0
 
     @property
     def transposed(self) -> bool:
@@ -62,7 +69,7 @@ class Layer:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight as torch stores it."""
-        if self.kind == "Conv1D":
+        if self.kind in ("Conv1D", LOOKUP):
             return (self.channels, self.filters)
         if self.transposed:
             return (self.channels, self.group_filters, *self.kernel)
@@ -82,13 +89,15 @@ class Layer:
         """Multiply-adds of the weight over all calls, as torch's flop counter counts them, halved."""
         if self.calls is None:
             return None
+        if self.kind == LOOKUP:
+            return self.params * self.head_rows
         sizes = [c.inputs if self.transposed else c.outputs for c in self.calls]
         return self.params * sum(math.prod(s) * c.count for s, c in zip(sizes, self.calls, strict=True))
 
 
 def canonical(weight: Tensor, layer: Layer) -> Tensor:
     """A view of the weight as (G, f/G, c/G, *kernel), whatever the kind of layer."""
-    if layer.kind == "Conv1D":
+    if layer.kind in ("Conv1D", LOOKUP):
         return weight.t().unsqueeze(0)
     if layer.transposed:
         return torch.unflatten(weight, 0, (layer.groups, layer.group_channels)).transpose(1, 2)
@@ -97,7 +106,7 @@ def canonical(weight: Tensor, layer: Layer) -> Tensor:
 
 def stored(weight: Tensor, layer: Layer) -> Tensor:
     """The inverse of `canonical`: (G, f/G, c/G, *kernel) → the shape that torch stores."""
-    if layer.kind == "Conv1D":
+    if layer.kind in ("Conv1D", LOOKUP):
         return weight.squeeze(0).t()
     if layer.transposed:
         return weight.transpose(1, 2).flatten(0, 1)
@@ -120,10 +129,18 @@ class Coverage:
     """Every module of a network that has parameters: decomposable, or left alone with a reason.
 
     `params` counts every parameter of the network once; `macs` every multiply-add of the example's
-    forward pass (None without an example). Both include what is left alone.
+    forward pass (None without an example). Both include what is left alone. `embeddings` are among the
+    latter, unless somebody measures what tokens do (calibration/lookups.py).
     """
 
     layers: tuple[Layer, ...]
     skipped: tuple[Skipped, ...]
     params: int
     macs: int | None
+    embeddings: tuple[Layer, ...] = ()
+
+    def with_embeddings(self) -> Coverage:
+        """With embeddings among the layers; heads that share their weights stay listed as tied to them."""
+        names = {layer.name for layer in self.embeddings}
+        kept = tuple(one for one in self.skipped if one.name not in names)
+        return replace(self, layers=(*self.layers, *self.embeddings), skipped=kept, embeddings=())

@@ -12,6 +12,7 @@ from rankwise.decompositions.base import (
     METRIC,
     NOTHING,
     OUTPUTS,
+    TOKENS,
     Alone,
     Decomposition,
     Factors,
@@ -25,10 +26,12 @@ from rankwise.errors import RankwiseError
 __all__ = [
     "DECOMPOSITIONS",
     "FITTED",
+    "LOOKUPS",
     "METRIC",
     "NOTHING",
     "OUTPUTS",
     "PLAIN",
+    "TOKENS",
     "Alone",
     "Decomposition",
     "Factors",
@@ -52,6 +55,7 @@ _FILES = (
     "whitened_tucker",
     "cp",
     "whitened_cp",
+    "embedding",
 )
 
 
@@ -64,6 +68,7 @@ def _load(name: str) -> Decomposition:
 DECOMPOSITIONS: dict[str, Decomposition] = {found.name: found for found in map(_load, _FILES)}
 PLAIN = slices.DECOMPOSITION  # of the weight alone: what is left where others have nothing to offer
 FITTED = tuple(name for name, one in DECOMPOSITIONS.items() if one.needs == METRIC)
+LOOKUPS = tuple(name for name, one in DECOMPOSITIONS.items() if one.needs == TOKENS)  # for embeddings
 
 
 def of(option: Option) -> Decomposition:

@@ -35,6 +35,7 @@ from rankwise.errors import RankwiseError
 NOTHING = ""
 OUTPUTS = "outputs"  # moments of what the layer gives
 METRIC = "metric"  # moments of what it gets, and a metric of what it gives: it is fitted to both
+TOKENS = "tokens"  # how often tokens are looked up, and what errors there and in tied heads do
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,7 @@ class Target:
     moment: Tensor | None = None  # (G, d, d) of the patches, as errors are measured with
     metric: Tensor | None = None  # S (G, f/G, f/G): an error δ of the outputs costs ‖S δ‖²
     samples: tuple[Sample, ...] = ()  # on which errors are measured; without any, on `moment` and `metric` themselves
+    tokens: object = None  # of an embedding: what its uses say (embedding.py)
 
     def measured(self) -> tuple[Sample, ...]:
         """The samples; what was fitted to itself where there are none."""

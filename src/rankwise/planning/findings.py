@@ -15,6 +15,7 @@ from rankwise.planning.units import LATENCY
 
 T = TypeVar("T")
 
+NATS = "nats"  # the unit of changes of probabilities
 INPUTS = ("calibration", "synthetic", "noise")
 _FORMERLY = {"imagined": "synthetic"}  # inputs that have another name by now
 
@@ -67,6 +68,8 @@ class Findings:
     `inputs` are those that the network was measured on (INPUTS; None for weights alone), `variance` that of its outputs
     there. `expected` and `measured` are changes of the outputs of the network that was built, relative to that
     variance: on inputs that only chose between ways to build it, and on inputs that nothing was fitted to or chosen by.
+    With the `unit` "nats" these, and the objective, are divergences of a language model's probabilities instead, in
+    nats for each position, and `variance` is what the changes of its logits were divided by for that.
     `draws` for each unit of sensitivity, `groups` and `whole` are of pruning. `other` holds what
     there is of further units (planning/units.py), and keys of older files that are not read any more, as they were.
     """
@@ -79,12 +82,17 @@ class Findings:
     latency: Latency | None = None
     inputs: str | None = None
     variance: float | None = None
+    unit: str | None = None
     expected: float | None = None
     measured: float | None = None
     draws: float | None = None
     groups: tuple[CutGroup, ...] | None = None
     whole: tuple[WholeGroup, ...] | None = None
     other: dict[str, Any] = field(default_factory=dict)
+
+    def of_what(self) -> str:
+        """Behind a number that is a change of the outputs."""
+        return "nats for each position" if self.unit == NATS else "of their variance"
 
     def change(self, unit: str) -> tuple[object, object] | None:
         """What there is of a unit before and after, of those that are no part of a `Cost`."""
@@ -191,6 +199,7 @@ _READERS: dict[str, Callable[[object, str], Any]] = {
     "latency": _latency,
     "inputs": _inputs,
     "variance": _number,
+    "unit": _text,
     "expected": _number,
     "measured": _number,
     "draws": _number,

@@ -51,6 +51,7 @@ class Choice:
     decomposition: str = PLAIN.name
     outer: int = 0
     clusters: tuple[tuple[int, ...], ...] = ()
+    heads: tuple[str, ...] = ()  # of an embedding: linear layers that share its weight, and are decomposed with it
 
     @property
     def option(self) -> Option:
@@ -201,7 +202,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         body = {k: v for k, v in asdict(self).items() if k != "budget"} | {"search": self.search.to_json()}
         for entry in body["layers"]:
-            optional = ("macs",) if "reason" in entry else ("outer", "clusters")
+            optional = ("macs",) if "reason" in entry else ("outer", "clusters", "heads")
             for key in optional:  # only where there are any: most plans have none
                 if not entry.get(key, True):
                     del entry[key]
@@ -304,6 +305,10 @@ def _read_entry(data: Any, where: str) -> Choice | Pruned | Skipped:
         clusters=tuple(
             files.whole_numbers(files.typed(c, list, f"a cluster of {where}"), f"a cluster of {where}")
             for c in files.typed(data.get("clusters", []), list, f"'clusters' of {where}")
+        ),
+        heads=tuple(
+            files.typed(head, str, f"a head of {where}")
+            for head in files.typed(data.get("heads", []), list, f"'heads' of {where}")
         ),
     )
 

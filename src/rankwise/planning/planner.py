@@ -281,6 +281,7 @@ def _entry(table: Table, layer: Layer, point: Point, measure: str, able: set[str
         decomposition=point.option.decomposition,
         outer=point.option.outer,
         clusters=point.option.clusters,
+        heads=layer.heads,
         error={m: float(e) for m, e in error.items()},
         before=Cost(layer.params, layer.macs),
         after=_cost(layer, point),

@@ -18,6 +18,7 @@ from rankwise.core import files
 from rankwise.core.fold import BAR, all_folds, kernel_axes
 from rankwise.core.layer import Layer
 from rankwise.decompositions.spectra import spectra
+from rankwise.planning.findings import NATS
 from rankwise.planning.plan import Choice, Plan
 from rankwise.planning.table import Progress
 from rankwise.reports import looks
@@ -107,7 +108,9 @@ def _outputs(plan: Plan) -> dict[str, Any] | None:
     if predicted is None and measured is None:
         return None
     on = search.get("inputs") if measured is None else "held-out inputs"
-    return _compared("change of the outputs, relative to their variance", predicted, measured, "", on)
+    nats = plan.search.unit == NATS
+    what = "change of probabilities, nats a position" if nats else "change of the outputs, relative to their variance"
+    return _compared(what, predicted, measured, "", on)
 
 
 def _accuracy(found: dict[str, Any]) -> dict[str, Any] | None:

@@ -83,6 +83,7 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
                 f"the model does not follow the plan at layer {entry.name!r}: save what apply_plan gave for this plan"
             )
     decided = {choice.name for choice in plan.choices} | {entry.name for entry in plan.pruned}
+    decided |= {head for mark in pairs.values() for head in mark.get("heads", ())}  # with their embedding
     unknown = sorted({*pairs, *thin} - decided)
     if unknown:
         raise RankwiseError(

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from rankwise.core.layer import Coverage, Skipped
+from rankwise.core.layer import Coverage, Layer, Skipped
 from rankwise.errors import RankwiseError
-from rankwise.surgery.forward import Example, observe
-from rankwise.surgery.modules import describe, kind_of, mark_of
+from rankwise.surgery.forward import Example, Observed, observe
+from rankwise.surgery.modules import describe, is_lookup, kind_of, mark_of
 from rankwise.surgery.narrow import narrowed
 
 # Reasons that are no gap in coverage: there is nothing to decompose, or the user said so.
@@ -28,6 +29,7 @@ HOOKS = "it has hooks, which a replacement would lose"
 ATTENTION = "it multiplies with its projections itself, and torch has no attention whose projections are modules"
 RECURRENT = "its matrices are read by one fused call for all steps, and torch has no such call for pairs"
 EXPERTS = "its experts are one tensor with three axes, and torch has no module that takes pairs in place of it"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -75,7 +77,8 @@ def find_layers(model: nn.Module, example: Example | None = None, exclude: Itera
             layers[name] = module
         elif mark_of(module) is None:
             skipped.append(Skipped(name, type(module).__name__, _numel(own), reason))
-    observed = None if example is None else observe(model, example, layers)
+    lookups = _lookups(model, owners, excluded)
+    observed = None if example is None else observe(model, example, layers | _modules_of(model, lookups))
     found, names = [], _names(model)
     for name, module in layers.items():
         reason = observed.unfit.get(name) if observed else None
@@ -86,7 +89,50 @@ def find_layers(model: nn.Module, example: Example | None = None, exclude: Itera
             aliases = tuple(other for other in names[module] if other != name)
             found.append(replace(describe(module, name), calls=calls, aliases=aliases))
     macs = observed.macs if observed else None
-    return Coverage(tuple(found), tuple(skipped), _numel(model.parameters()), macs)
+    embeddings = tuple(_seen(layer, observed) for layer in lookups if not _unfit(layer, observed))
+    return Coverage(tuple(found), tuple(skipped), _numel(model.parameters()), macs, embeddings)
+
+
+def _lookups(model: nn.Module, owners: dict[int, set[str]], excluded: set[nn.Module]) -> list[Layer]:
+    """Embeddings with their heads: linear layers that have the same parameter, and nothing else has it."""
+    found, names = [], _names(model)
+    for name, module in model.named_modules():
+        if not is_lookup(module) or not name or _lookup_reason(model, name, owners, excluded):
+            continue
+        weight = cast(Tensor, module.weight)
+        heads = sorted(owners[_place(weight)] - {name})
+        aliases = tuple(other for other in names[module] if other != name)
+        found.append(replace(describe(module, name), heads=tuple(heads), aliases=aliases))
+    return found
+
+
+def _lookup_reason(model: nn.Module, name: str, owners: dict[int, set[str]], excluded: set[nn.Module]) -> bool:
+    """Whether something forbids to decompose an embedding, by itself or by a head of it."""
+    weight = cast(nn.Embedding, model.get_submodule(name)).weight
+    if type(weight) is not nn.Parameter or weight.is_meta or weight.dtype not in DTYPES or not weight.numel():
+        return True
+    for user in owners[_place(weight)]:
+        module = model.get_submodule(user)
+        if module in excluded or is_parametrized(module) or any(getattr(module, h) for h in _HOOKS):
+            return True
+        if user != name and not (type(module) is nn.Linear and module.weight is weight):
+            return True
+    return False
+
+
+def _modules_of(model: nn.Module, lookups: list[Layer]) -> dict[str, nn.Module]:
+    return {name: model.get_submodule(name) for layer in lookups for name in (layer.name, *layer.heads)}
+
+
+def _unfit(layer: Layer, observed: Observed | None) -> bool:
+    return observed is not None and any(name in observed.unfit for name in (layer.name, *layer.heads))
+
+
+def _seen(layer: Layer, observed: Observed | None) -> Layer:
+    if observed is None:
+        return layer
+    rows = sum(call.count for head in layer.heads for call in observed.calls[head])
+    return replace(layer, calls=observed.calls[layer.name], head_rows=rows)
 
 
 def need_python_modules(model: object) -> None:
@@ -181,8 +227,7 @@ def _reason(
         return "its forward was replaced on this very module"
     if isinstance(_parent(model, name), nn.MultiheadAttention):
         return "nn.MultiheadAttention reads its weight without calling it"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, h) for h in hooks):
+    if any(getattr(module, h) for h in _HOOKS):
         return HOOKS
     layer = describe(module, name)
     if layer.groups > 1 and layer.group_channels == 1:

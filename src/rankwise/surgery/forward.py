@@ -17,7 +17,7 @@ from rankwise.core.layer import LINEAR_KINDS, Call
 from rankwise.errors import RankwiseError
 from rankwise.surgery.hooks import Look, Looks, Seen, watching
 from rankwise.surgery.macs import counter
-from rankwise.surgery.modules import kind_of
+from rankwise.surgery.modules import is_lookup, kind_of
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]  # what `run_example` gives to a network
 Batches = Iterable[Example]
@@ -152,7 +152,8 @@ class _LayerWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.cls = module, type(module)
-        self.dims = 0 if kind_of(module) in LINEAR_KINDS else len(module.kernel_size)  # type: ignore[arg-type]
+        flat = kind_of(module) in LINEAR_KINDS or is_lookup(module)
+        self.dims = 0 if flat else len(module.kernel_size)  # type: ignore[arg-type]
         self.calls: list[Call] = []
         self.unfit = ""
         self.running = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from rankwise.core.layer import Layer
+from rankwise.core.layer import LOOKUP, Layer
 from rankwise.errors import need
 
 CONVS: dict[str, type[nn.Module]] = {
@@ -89,10 +89,17 @@ def kind_of(module: nn.Module) -> str | None:
     return None
 
 
+def is_lookup(module: nn.Module | None) -> bool:
+    """Whether it is an embedding that does nothing but look up rows of its weight."""
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
 def describe(module: nn.Module, name: str) -> Layer:
-    """What planning needs to know of a module for which `kind_of` gives a kind."""
+    """What planning needs to know of a module for which `kind_of` gives a kind, or of an embedding."""
     kind = kind_of(module)
     m: Any = module
+    if is_lookup(module):
+        return Layer(name, LOOKUP, filters=m.embedding_dim, channels=m.num_embeddings, bias=False)
     bias = m.bias is not None
     if kind == "Conv1D":
         return Layer(name, kind, filters=m.weight.shape[1], channels=m.weight.shape[0], bias=bias)
@@ -156,6 +163,8 @@ def dense_module(layer: Layer, where: dict[str, Any]) -> Any:
         return dense.to_empty(device=where["device"])
     if layer.kind == "Linear":
         return new(nn.Linear, layer.channels, layer.filters, bias=layer.bias, **where)
+    if layer.kind == LOOKUP:
+        return new(nn.Embedding, layer.channels, layer.filters, **where)
     args: dict[str, Any] = {
         "kernel_size": layer.kernel,
         "stride": layer.stride,
@@ -172,6 +181,7 @@ def dense_module(layer: Layer, where: dict[str, Any]) -> Any:
 
 _BUILT_WITH: dict[type[nn.Module], str] = {
     nn.Linear: "in_features out_features bias",
+    nn.Embedding: "num_embeddings embedding_dim padding_idx",
     nn.modules.conv._ConvNd: "in_channels out_channels kernel_size stride padding dilation groups bias padding_mode",
     nn.modules.batchnorm._NormBase: "num_features eps momentum affine track_running_stats",  # and instance norms
     nn.PReLU: "num_parameters",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.layer import LINEAR_KINDS, Layer, canonical, stored
+from rankwise.core.layer import LINEAR_KINDS, LOOKUP, Layer, canonical, stored
 from rankwise.core.linalg import precise
 from rankwise.core.option import Option
 from rankwise.core.parts import Part
@@ -37,16 +37,24 @@ def build_pair(layer: Layer, option: Option, rank: int, like: nn.Module) -> nn.S
         # The last slice is narrower: zeros behind the last channel make it one grouped layer all the same.
         modules["pad"] = nn.ConstantPad3d([0, 0] * layer.dims + [0, wide - layer.channels], 0.0)  # type: ignore[arg-type]
     for one in first:
-        modules[one.name] = _module(layer, one, False, where)
+        if layer.kind == LOOKUP:
+            modules[one.name] = new(nn.Embedding, layer.channels, rank, padding_idx=old.padding_idx, **where)
+        else:
+            modules[one.name] = _module(layer, one, False, where)
     modules[last.name] = _module(layer, last, layer.bias or decomposition.adds_bias, where)
     pair = nn.Sequential(modules)
     pair.train(like.training)
     pair.requires_grad_(old.weight.requires_grad)
     if layer.bias:
         _bias(pair[-1]).requires_grad_(old.bias.requires_grad)
-    plain = {k: v for k, v in asdict(layer).items() if k not in ("name", "calls", "aliases")}
-    setattr(pair, MARK, {**plain, **asdict(option), "rank": rank})
+    mark_(pair, layer, option, rank)
     return pair
+
+
+def mark_(pair: nn.Sequential, layer: Layer, option: Option, rank: int) -> None:
+    """Say what a pair was made from."""
+    plain = {k: v for k, v in asdict(layer).items() if k not in ("name", "calls", "aliases", "head_rows")}
+    setattr(pair, MARK, {**plain, **asdict(option), "rank": rank})
 
 
 def decision_of(mark: dict[str, Any]) -> tuple[Layer, Option, int]:
@@ -67,7 +75,7 @@ def _module(layer: Layer, one: Part, bias: bool, where: dict[str, Any]) -> nn.Mo
         each = [Part("", one.axes, len(channels), int(outputs)) for channels, outputs in one.branches]
         return Branches(order, sizes, [_module(layer, branch, bias, where) for branch in each], layer.dims)
     inputs, outputs, groups = int(one.inputs), int(one.outputs), int(one.groups)
-    if layer.kind not in LINEAR_KINDS:
+    if layer.kind not in (*LINEAR_KINDS, LOOKUP):
         return part(layer, one.axes, (inputs, outputs), groups, bias=bias, **where)
     if groups > 1:
         return new(GroupedLinear, groups, inputs, outputs, **where)
@@ -98,6 +106,8 @@ def _take(module: Any, layer: Layer) -> Tensor:
     weight = precise(_weight(module))
     if isinstance(module, GroupedLinear):
         return weight
+    if isinstance(module, nn.Embedding):
+        return weight.t()[None]
     linear = isinstance(module, nn.Linear)
     outputs, inputs = (module.out_features, module.in_features) if linear else (module.out_channels, module.in_channels)
     kind, groups = type(module).__name__, 1 if linear else module.groups
@@ -141,6 +151,8 @@ def merge_pair(pair: nn.Sequential) -> nn.Module:
     like = next(pair.parameters())
     dense = dense_module(layer, {"device": like.device, "dtype": like.dtype})
     dense.train(pair.training)
+    if isinstance(pair[0], nn.Embedding):
+        dense.padding_idx = pair[0].padding_idx
     with torch.no_grad():
         dense.weight.copy_(of(option).compose(layer, option, taken))
         dense.weight.requires_grad_(any(p.requires_grad for n, p in pair.named_parameters() if n.endswith("weight")))

@@ -78,11 +78,13 @@ def forget_plan_(model: nn.Module) -> None:
         return
     for owner, names in (
         (config, ("quantization_config", "fusion_config", "_is_quantized")),
-        (network, ("hf_quantizer",)),
+        (network, ("hf_quantizer", "_tied_weights_keys")),
     ):
         for name in names:
             if name in vars(owner):
                 delattr(owner, name)
+    if hasattr(network, "all_tied_weights_keys"):
+        network.all_tied_weights_keys = network.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def _config(network: Any, plan: Plan) -> bytes:

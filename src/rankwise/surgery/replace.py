@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import check_finite
 from rankwise.core.moments import Moments
-from rankwise.decompositions import METRIC, OUTPUTS, Target, of
+from rankwise.decompositions import METRIC, OUTPUTS, TOKENS, Target, of
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Choice, Plan
 from rankwise.surgery.coverage import find_layers
-from rankwise.surgery.modules import describe, kind_of, mark_of
+from rankwise.surgery.lookups import head_swaps, tied_again
+from rankwise.surgery.modules import describe, is_lookup, kind_of, mark_of
 from rankwise.surgery.narrow import check_entry, narrow_, narrowed, widen_
 from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair
 from rankwise.surgery.pretrained_folder import forget_plan_
@@ -112,7 +113,7 @@ def replace_layers_(
         for choice, _ in layers:
             needs = of(choice.option).needs
             unseen = needs == OUTPUTS and choice.name not in (moments or {})
-            if unseen or (needs == METRIC and choice.name not in later):
+            if unseen or (needs in (METRIC, TOKENS) and choice.name not in later):
                 raise RankwiseError(
                     f"layer {choice.name!r} of the plan is decomposed by what flows through it, which needs "
                     f"calibration data: give some with --data (in Python: compress(..., data=...))"
@@ -127,6 +128,7 @@ def replace_layers_(
         if fill:
             fill_pair_(pair, target_of(old, layer, (moments or {}).get(choice.name)), choice.option, choice.rank)
         swap[old] = pair
+        swap.update(head_swaps(model, layer, pair))
     swap_modules_(model, swap)
     for entry in plan.pruned:
         narrow_(modules[entry.name], entry)
@@ -135,7 +137,7 @@ def replace_layers_(
 def target_of(module: nn.Module, layer: Layer, outputs: Moments | None = None) -> Target:
     """A layer with the weight and the bias of its module."""
     old: Any = module
-    return Target(layer, old.weight, old.bias, outputs=outputs)
+    return Target(layer, old.weight, getattr(old, "bias", None), outputs=outputs)
 
 
 def match_layers(model: nn.Module, plan: Plan, coverage: Coverage | None = None) -> list[Match]:
@@ -159,7 +161,7 @@ def match_layers(model: nn.Module, plan: Plan, coverage: Coverage | None = None)
             raise RankwiseError(
                 f"layer {choice.name!r} is already compressed: apply the plan to the original, or densify this one"
             )
-        if kind_of(module) is None:
+        if kind_of(module) is None and not is_lookup(module):
             raise RankwiseError(
                 f"the plan was made for another model: layer {choice.name!r} is {type(module).__name__} here, "
                 f"and {choice.kind!r} in the plan"
@@ -167,7 +169,7 @@ def match_layers(model: nn.Module, plan: Plan, coverage: Coverage | None = None)
         choice.check(describe(module, choice.name))
         if able is None:
             coverage = coverage or find_layers(model)
-            able = {layer.name: layer for layer in coverage.layers}
+            able = {layer.name: layer for layer in (*coverage.layers, *coverage.embeddings)}
         if choice.name not in able:
             skipped = coverage.skipped if coverage is not None else ()
             reason = {s.name: s.reason for s in skipped}.get(choice.name, "it has another name too")
@@ -243,4 +245,4 @@ def densify_(model: nn.Module) -> None:
 
 def _merged(model: nn.Module, merge: Callable[[nn.Sequential], nn.Module]) -> Swap:
     pairs = [m for m in model.modules() if isinstance(m, nn.Sequential) and mark_of(m) is not None]
-    return {pair: merge(pair) for pair in pairs}
+    return tied_again(model, {pair: merge(pair) for pair in pairs})

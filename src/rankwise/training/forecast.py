@@ -59,7 +59,7 @@ class Forecast:
 
 
 def can_forecast(plan: Plan, seen: Observations) -> bool:
-    known = None not in (plan.search.objective, plan.search.variance)
+    known = None not in (plan.search.objective, plan.search.variance) and plan.search.unit is None
     return plan.settings.get("error") == "effect" and seen.inputs is not None and known
 
 
