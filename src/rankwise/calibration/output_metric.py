@@ -47,7 +47,7 @@ ROWS = 32  # patches for each dimension, over all inputs; neighbours say nearly 
 LEAST = 16  # patches of each input at least
 PLACES = 3136  # positions of each input at most that Γ is summed over
 UNFOLDED = 1 << 24  # entries of patches at a time
-GRADIENTS = 256  # inputs that gradients are taken of
+GRADIENTS, TOKENS = 256, 8192  # inputs, or tokens of them, that gradients are taken of
 INPUTS, PATCHES = 64, 1 << 24  # inputs, or entries of patches, that Γ of a layer is taken of, in each half
 DRAWS = 1
 MOST_OUTPUTS = 8192  # of a layer with a metric of its own: one of a vocabulary would not fit into memory
@@ -110,7 +110,7 @@ class _Walk:
         self.alone = False  # an output for every token: positions are taken one by one
         self.batch = self.half = 0
         self.piece = Portion([], [])
-        self.drawn = [0, 0]
+        self.drawn, self.tokens = [0, 0], [0, 0]  # that gradients were taken of, by halves
         self.calls: dict[str, list[tuple[Tensor, Tensor]]] = {}  # inputs and outputs
 
     def look(self, layer: Layer, call: Seen) -> Tensor | None:
@@ -142,13 +142,14 @@ class _Walk:
         self.batch, self.half = self.batch + 1, half
         self.calls.clear()
         self.lookups.start(half)
-        with torch.set_grad_enabled(2 * self.drawn[half] < GRADIENTS):
+        with torch.set_grad_enabled(2 * self.drawn[half] < GRADIENTS and 2 * self.tokens[half] < TOKENS):
             answer = [t for t in tensors_of(run_example(self.model, batch)) if t.is_floating_point()]
             self.count_predictions(answer)
             self.alone = by_token(batch, answer)
             inputs = next((len(t) for t in answer if t.ndim), 1)
             if torch.is_grad_enabled():
                 self.drawn[half] += inputs
+                self.tokens[half] += answer[0][..., 0].numel() if self.alone else 0
                 self._add_metrics(answer, inputs)
         for layer in self.layers:
             self.found[layer.name].halves[half].samples += inputs
