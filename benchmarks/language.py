@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from common import machine, say
 from scipy.stats import spearmanr
+from svd_llm import second_moments, svd_llm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import rankwise as rw
 from rankwise.compression import Compression, Request
-from svd_llm import second_moments, svd_llm
 
 WINDOWS, LENGTH = 64, 256
 SENTENCES = 256
