@@ -92,20 +92,24 @@ def write_whole(path: Path, data: bytes) -> None:
     write_together({path: data})
 
 
-def write_together(contents: Mapping[Path, bytes]) -> None:
+def write_together(contents: Mapping[Path, bytes | None]) -> None:
     """Write several files; what fails before the first rename changes nothing.
 
     A rename that fails later is tried once more. If it fails again, the rest stays under .part for the reader.
+    A path without content is removed, after the files before it have their names and before those after it.
     """
     parts = {path: part_of(path) for path in contents}
     path, renamed = next(iter(contents)), list[Path]()
     try:
         with ExitStack() as open_files:
             for path in sorted(contents):  # always in this order: no two processes wait for each other
+                content = contents[path]
+                if content is None:
+                    continue
                 file = _open_alone(parts[path])
                 open_files.callback(os.close, file)
                 open_files.callback(_discard, parts[path], renamed)  # before it is closed, while it is ours
-                _write(file, contents[path])
+                _write(file, content)
                 os.fsync(file)
             if fcntl is None:
                 renamed.extend(contents)
@@ -115,8 +119,11 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
                 for folder in {path.parent for path in contents}:
                     flush_folder(folder)
             for path, part in parts.items():
-                _replace(part, path, tries=2 if renamed else 1)
-                renamed.append(path)
+                if contents[path] is None:
+                    _unlink(path)
+                else:
+                    _replace(part, path, tries=2 if renamed else 1)
+                    renamed.append(path)
                 _flush_again(path.parent)
     except (OSError, ValueError, MemoryError) as err:
         raise RankwiseError(f"{path} could not be written ({why(err)}): check the folder and the space left") from None
@@ -143,6 +150,14 @@ def _replace(part: Path, path: Path, tries: int) -> None:
         if tries == 1:
             raise
         _replace(part, path, tries - 1)
+
+
+def _unlink(path: Path) -> None:
+    """Tried once more, as renames between other renames are."""
+    try:
+        path.unlink(missing_ok=True)
+    except (OSError, MemoryError):
+        path.unlink(missing_ok=True)
 
 
 def _write(file: int, data: bytes | memoryview) -> None:
