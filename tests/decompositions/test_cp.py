@@ -32,8 +32,12 @@ def drawn(kind: str, data: Data) -> tuple[nn.Module, Tensor, Layer, Option]:
     return module, x, layer, CP.option(layer)
 
 
+def curves(module: nn.Module, layer: Layer) -> dict[str, np.ndarray]:
+    return CP.score(Target(layer, module.weight), Selection()).given[CP.option(layer)]
+
+
 def curve(module: nn.Module, layer: Layer, measure: str = "residual") -> np.ndarray:
-    return CP.score(Target(layer, module.weight), Selection()).given[CP.option(layer)][measure]
+    return curves(module, layer)[measure]
 
 
 def lost(module: nn.Module, pair: nn.Sequential) -> float:
@@ -70,7 +74,8 @@ def test_what_is_built_is_never_worse_than_what_was_scored(kind: str, data: Data
 @given(data=st.data())
 def test_curves_fall_from_everything_to_nothing(kind: str, data: Data) -> None:
     module, _, layer, option = drawn(kind, data)
-    residual, energy = curve(module, layer), curve(module, layer, "energy")
+    scored = curves(module, layer)
+    residual, energy = scored["residual"], scored["energy"]
     assert len(residual) == full_rank(layer, option) + 1
     assert (np.diff(residual) <= 1e-9 * residual[0]).all()
     assert residual[0] == pytest.approx(float(module.weight.square().sum()), rel=1e-9, abs=TINY)
@@ -162,9 +167,14 @@ def test_plain_modules_in_the_order_of_the_paper() -> None:
     assert [p.bias is None for p in parts] == [True, True, True, False]
 
 
-def test_layers_without_taps_get_an_svd() -> None:
-    model = network()
-    _, plan = rw.compress(model, inputs(), method="cp", keep=0.2)
+@pytest.fixture(scope="module")
+def fifth() -> rw.Plan:
+    """The plan that keeps a fifth of `network`."""
+    return rw.compress(network(), inputs(), method="cp", keep=0.2)[1]
+
+
+def test_layers_without_taps_get_an_svd(fifth: rw.Plan) -> None:
+    plan = fifth
     found = {choice.name: choice.decomposition for choice in plan.choices}
     assert found["7"] == "svd"
     assert found["2"] == found["4"] == "cp"
@@ -207,20 +217,21 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert (
-        main(["compress", "digits-cnn", "--random-weights", "--method", "cp", "--keep", "0.6", "--out", str(out)]) == 0
+    out, file = tmp_path / "out", tmp_path / "net.py"
+    file.write_text(
+        "from torch import nn\n\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3))\n"
     )
+    flags = ["--random-weights", "--method", "cp", "--keep", "0.6", "--input", "1,3,8,8"]
+    assert main(["compress", f"{file}:net", *flags, "--out", str(out)]) == 0
     assert "cp" in capsys.readouterr().out
     assert {c.decomposition for c in rw.Plan.load(out / "plan.json").choices} >= {"cp"}
 
 
 @pytest.mark.parametrize("changes", [{"slices": 2}, {"outer": 1}, {"fold": "fhw│c"}, {"rank": 0}, {"rank": 10**6}])
-def test_a_decision_that_does_not_fit_is_refused(changes: dict[str, object]) -> None:
+def test_a_decision_that_does_not_fit_is_refused(changes: dict[str, object], fifth: rw.Plan) -> None:
     from dataclasses import replace
 
-    model = network()
-    _, plan = rw.compress(model, inputs(), method="cp", keep=0.2)
+    model, plan = network(), fifth
     forged = tuple(replace(e, **changes) if e.name == "2" else e for e in plan.layers)  # type: ignore[arg-type]
     with pytest.raises(rw.RankwiseError, match="layer '2' of the plan"):
         rw.apply_plan(model, replace(plan, layers=forged))

@@ -27,10 +27,10 @@ class Found:
     notes: dict[str, int] = field(default_factory=dict)
 
 
-def explore(writer: Writer, most: int = 1 << 9, stride: int = 1, every: int = 0) -> Found:
+def explore(writer: Writer, most: int = 1 << 9, stride: int = 1, every: int = 0, enough: int = 1 << 30) -> Found:
     """Every state of the writer, at most `most` after one operation, after every `stride`-th operation.
 
-    After every `every`-th state the work goes on.
+    After every `every`-th state the work goes on. After `enough` violations the search ends.
     """
     found, start = Found(writer.name), time.process_time()
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
@@ -44,6 +44,8 @@ def explore(writer: Writer, most: int = 1 << 9, stride: int = 1, every: int = 0)
         crashed.mkdir()
         held: dict[str, bytes | None] = {}
         for state in states(note, most, stride=stride):
+            if len(found.violations) >= enough:
+                break
             held = state.lay_out(crashed, held)
             found.states += 1
             try:
