@@ -317,6 +317,21 @@ def knows(command: str, flag: str) -> bool:
     return flag in said.getvalue()
 
 
+def _language(folder: Path) -> None:
+    writers.language(-1)[0].save_pretrained(folder / "net")
+
+
+def _compress_language(*more: str) -> Callable[[Path], list[str]]:
+    how = ["--method", "svd", "--keep", "0.7", *more]
+    return lambda folder: ["compress", f"hf:{folder / 'net'}", *how, "--out", str(folder / "out")]
+
+
+def _language_outcome(folder: Path) -> object:
+    if not (folder / "out").is_dir() or not any((folder / "out").iterdir()):
+        return None
+    return writers.read_language(folder), (folder / "out" / "config.json").read_bytes()
+
+
 def _train(folder: Path) -> list[str]:
     return ["train", "digits-cnn", "--data", "digits", *SHORT, "--out", str(folder / "out")]
 
@@ -450,6 +465,9 @@ def _demo_page(folder: Path) -> object:
 
 
 COMPRESS = Command("compress", _old_network, _compress, _compress, _outcome)
+LANGUAGE = Command(
+    "compress, for transformers", _language, _compress_language(), _compress_language("--force"), _language_outcome
+)
 TRAIN = Command("train", lambda folder: None, _train, resumed(_train), _outcome)
 RETRAIN = Command("retrain", _prepare_small, _retrain, resumed(_retrain), _outcome)
 ITERATE = Command("iterate", _weights, _iterate, resumed(_iterate), _rounds)
@@ -463,5 +481,11 @@ EXPORTED = replace(EXPORTED, read=_program("exported", "model.pt2"))
 DEMO = Command("demo", lambda folder: None, _demo, _demo, _demo_page)
 ALL = Search(allocations=6)
 TURNS = Search(once=(), in_turn=tuple(ERRORS), allocations=6, lasting_stride=4)  # of commands that take longer
-SEARCHES = {"iterate": TURNS, "run": TURNS, "demo": TURNS, "export onnx": replace(TURNS, lasting_stride=1)}
-COMMANDS = (COMPRESS, TRAIN, RETRAIN, ITERATE, RUN, REPORT, ONNX, EXPORTED, DEMO)
+SEARCHES = {
+    "iterate": TURNS,
+    "compress, for transformers": TURNS,
+    "run": TURNS,
+    "demo": TURNS,
+    "export onnx": replace(TURNS, lasting_stride=1),
+}
+COMMANDS = (COMPRESS, LANGUAGE, TRAIN, RETRAIN, ITERATE, RUN, REPORT, ONNX, EXPORTED, DEMO)

@@ -163,8 +163,15 @@ def network_weights(data: bytes) -> None:
     load_weights_(pair(), put("w.safetensors", data))
 
 
+def config(data: bytes) -> None:
+    """The plan in config.json of a folder for transformers."""
+    from rankwise.surgery.pretrained_folder import plan_in
+
+    plan_in(put("config.json", data).parent)
+
+
 def index(data: bytes) -> None:
-    from rankwise.models.shards import read_index
+    from rankwise.core.shards import read_index
 
     for name in read_index(data, "the index"):
         assert (scratch() / name).parent == scratch(), f"{name!r} leads elsewhere"
@@ -241,6 +248,7 @@ TARGETS = {
         Target("table-header", table_header, mutate_json),
         Target("weights", weights, mutate_safetensors),
         Target("network-weights", network_weights, mutate_safetensors),
+        Target("config", config, mutate_json),
         Target("sharded-index", index, mutate_json),
         Target("sharded-weights", sharded, mutate_json),
         Target("training-state", training_state, mutate_safetensors),

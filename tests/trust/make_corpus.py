@@ -89,6 +89,9 @@ def main() -> None:
     keep("weights", "trained", save(state, metadata={"rankwise": json.dumps({"network": "digits-cnn", "same": {}})}))
     keep("network-weights", "real", save(state))
     keep("network-weights", "prefix", save({f"module.{k}": v for k, v in state.items()}))
+    plan = json.loads(fuzz.corpus("plan")[0])
+    entry = {"quant_method": "rankwise", "version": "0.2.0", "plan": plan}
+    keep("config", "real", json.dumps({"model_type": "llama", "quantization_config": entry}).encode())
     listed = dict.fromkeys(state, "a.safetensors")
     keep("sharded-index", "real", json.dumps({"metadata": {"total_size": 64}, "weight_map": listed}).encode())
     split = {key: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, key in enumerate(state)}

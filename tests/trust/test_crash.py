@@ -37,6 +37,14 @@ def test_after_a_crash_a_reader_finds_the_old_or_the_new(writer: Writer) -> None
     assert found.states >= 20
 
 
+def test_a_folder_for_transformers_is_never_of_two_versions() -> None:
+    """One file of weights, then several with an index, then one again: a reader finds the old or the new."""
+    pytest.importorskip("transformers")
+    found = explore(writers.LANGUAGE, most=2, stride=7)
+    assert not found.violations
+    assert found.states >= 30
+
+
 @pytest.mark.parametrize("writer", [writers.TRAIN, writers.RETRAIN], ids=name_of)
 def test_after_a_crash_a_training_goes_on(writer: Writer) -> None:
     found = explore(writer, most=4, stride=3, every=30)

@@ -121,7 +121,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]), int(sys.argv[1])))
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 import rankwise as rw
 from rankwise.errors import RankwiseError
-from rankwise.models.shards import read_index
+from rankwise.core.shards import read_index
 from rankwise.studies.study_file import read_study
 from rankwise.training import results, resume
 from pathlib import Path

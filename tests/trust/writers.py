@@ -26,6 +26,7 @@ from rankwise.reports.html import write_report
 from rankwise.studies import runner, store, workers
 from rankwise.studies.study import fill_in
 from rankwise.studies.study_file import make_study
+from rankwise.surgery import checkpoint
 from rankwise.timing.cache import Store
 from rankwise.training import results, resume, steps
 from rankwise.training.recipes import RECIPES, Recipe, change
@@ -165,6 +166,44 @@ OVER_TRAINED = versions(
     ],
     2,
 )  # fmt: skip
+
+
+@cache
+def language(i: int) -> tuple[nn.Module, rw.Plan]:
+    """A network of transformers, and its plan."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=12,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(i)
+        network = transformers.LlamaForCausalLM(config).eval()
+    return rw.compress(network, keep=0.85 - 0.1 * i, method="svd") if i >= 0 else (network, None)
+
+
+def save_language(folder: Path, i: int) -> None:
+    """Versions 1 and 2 are several files with an index, the others one."""
+    before = checkpoint.LARGEST
+    checkpoint.LARGEST = 3000 if i in (1, 2) else before
+    try:
+        rw.save(*language(i), folder / "out")
+    finally:
+        checkpoint.LARGEST = before
+
+
+def read_language(folder: Path) -> object:
+    made = rw.load(folder / "out", language(-1)[0])
+    return tensors(made), checkpoint.read_plan(folder / "out").dumps()
+
+
+LANGUAGE = versions("folder for transformers", save_language, read_language)
 
 
 # ---- training --------------------------------------------------------------------------------------------
@@ -436,5 +475,5 @@ def _read_times(folder: Path) -> object:
 TIMES = versions("measured times", _times, _read_times)
 
 QUICK = (PLAN, TABLE, NETWORK, NEW_NETWORK, OVER_TRAINED, STATE, ROW, STORE, REPORT, TIMES)
-SLOW = (TRAIN, RETRAIN, STUDY, EXPORTED, ONNX)
+SLOW = (TRAIN, RETRAIN, STUDY, LANGUAGE, EXPORTED, ONNX)
 WRITERS = QUICK + SLOW

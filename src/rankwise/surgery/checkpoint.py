@@ -101,7 +101,9 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
     weights = write_parts(folder, tensors, metadata, LARGEST if others else sys.maxsize)
     # In this order: weights name their plan, so between two renames `read_plan` can tell which one counts.
     beside = {folder / name: content for name, content in others.items()}
-    files.write_together({**weights, folder / PLAN: plan.dumps().encode(), **beside})
+    # With an index, one file that was here before goes before the plan gets its name: it would count otherwise.
+    stale = {} if folder / WEIGHTS in weights else {folder / WEIGHTS: None}
+    files.write_together({**weights, **stale, folder / PLAN: plan.dumps().encode(), **beside})
     if others:
         remove_stale(folder, next(iter(weights)))
     elif plan_in(folder) is not None:

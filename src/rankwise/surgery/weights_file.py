@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rankwise.core import files
 from rankwise.core.disk import remove
+from rankwise.core.shards import read_index
 from rankwise.errors import RankwiseError
 
 PLAN, WEIGHTS, INDEX = "plan.json", "model.safetensors", "model.safetensors.index.json"
@@ -62,11 +63,7 @@ def _about(file: Any, path: Path) -> dict[str, Any]:
 def _files(path: Path) -> list[Path]:
     if path.name != INDEX:
         return [path]
-    listed = files.field(files.parse(files.read(path), str(path)), "weight_map", dict, str(path))
-    names = sorted({str(name) for name in listed.values()})
-    if not names or any(Path(name).name != name for name in names):
-        raise RankwiseError(f"{path} names no files beside it: restore it or save the model again")
-    return [path.parent / name for name in names]
+    return [path.parent / name for name in sorted(read_index(files.read(path), str(path)))]
 
 
 @contextmanager
