@@ -209,6 +209,21 @@ LEFT_ALONE = {
 }
 
 
+def test_a_linear_layer_of_timm_is_one_of_torch() -> None:
+    """It casts where it is scripted under autocast, and nothing else; MobileNetV3's classifier is one."""
+    linear = pytest.importorskip("timm.layers.linear").Linear
+    model = nn.Sequential(linear(16, 16), nn.ReLU(), linear(16, 8)).eval()
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    coverage = rw.find_layers(model, x)
+    assert [layer.kind for layer in coverage.layers] == ["Linear", "Linear"]
+    small, plan = rw.compress(model, x, keep=0.7, error="energy")
+    assert plan.choices
+    assert sum(p.numel() for p in small.parameters()) == plan.after.params
+    whole = rw.densify(small)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(x), small(x))
+
+
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_left_alone_with_a_reason(name: str) -> None:
     make, reason = LEFT_ALONE[name]

@@ -85,13 +85,26 @@ def kind_of(module: nn.Module) -> str | None:
     for kind, known in PLAIN.items():
         if isinstance(module, known):
             plain = all(getattr(cls, f, None) is getattr(known, f, None) for f in ("forward", "_conv_forward"))
-            return kind if plain else None
+            return kind if plain or _only_casts(module) else None
     return None
 
 
 def is_lookup(module: nn.Module | None) -> bool:
     """Whether it is an embedding that does nothing but look up rows of its weight."""
     return type(module) is nn.Embedding and module.max_norm is None
+
+
+def _only_casts(module: nn.Module) -> bool:
+    """Whether it is timm's linear layer, whose forward is that of torch but for a cast while it is scripted."""
+    cls = type(module)
+    if not isinstance(module, nn.Linear) or cls.__name__ != "Linear" or not cls.__module__.startswith("timm."):
+        return False
+    if module.weight.is_meta or not module.weight.is_floating_point():
+        return False
+    rows = torch.linspace(-2, 2, 2 * module.in_features, device=module.weight.device).reshape(2, -1)
+    with torch.no_grad():
+        rows = rows.to(module.weight.dtype)
+        return torch.equal(module.forward(rows), nn.functional.linear(rows, module.weight, module.bias))
 
 
 def describe(module: nn.Module, name: str) -> Layer:
