@@ -39,7 +39,7 @@ from rankwise.errors import RankwiseError
 
 SHARES = (0.06, 0.12, 0.22, 0.36, 0.55, 0.78, 1.0)  # of the largest useful rank: where a curve is fitted
 SCORED, BUILT = 20, 60  # steps of L-BFGS at most
-WORK = 6e10, 1e12  # multiply-adds to spend on a rank that is scored, and on one that is built
+WORK = 1e11, 3e11  # multiply-adds to spend on a rank that is scored, and on one that is built
 LEAST = 4  # steps, whatever they cost
 RIDGE = 1e-5
 WIDE = 384  # from this many entries of a patch on, numbers are single
