@@ -26,6 +26,20 @@ def _outside(err: Exception) -> str | None:
     return None
 
 
+def filled_in(given: list[str]) -> list[str]:
+    """A flag whose value may be left out, with the value that it then has.
+
+    >>> filled_in(["compress", "resnet20", "--calibrate", "--keep", "0.5"])
+    ['compress', 'resnet20', '--calibrate', 'auto', '--keep', '0.5']
+    """
+    found: list[str] = []
+    for i, word in enumerate(given):
+        found.append(word)
+        if word == "--calibrate" and (i + 1 == len(given) or given[i + 1].startswith("-")):
+            found.append("auto")
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["--version"]:
@@ -34,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if given and not given[0].startswith("-") and given[0] not in COMMANDS:
             raise RankwiseError(f"there is no command {given[0]!r}: the commands are {', '.join(COMMANDS)}")
+        given = filled_in(given)
         app = app_for([name for name in given[:1] if name in COMMANDS])
         result = typer.main.get_command(app).main(given or ["--help"], prog_name="rankwise", standalone_mode=False)
         return result if isinstance(result, int) else 0

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 from torch import nn
 
 from rankwise.calibration.activations import Data, each_input_moments, output_moments
+from rankwise.calibration.inputs import samples_in
 from rankwise.core.layer import Coverage
 from rankwise.core.slicing import Folds, Slices
 from rankwise.data.loaders import clean
@@ -28,6 +29,9 @@ from rankwise.planning.table import Progress, Table, Weights, build, module_weig
 from rankwise.pruning.filters import Filters
 from rankwise.surgery.coverage import find_layers
 from rankwise.surgery.forward import Example, side_of
+
+# Calibration inputs where nobody says how many: of images that a ResNet50 takes about a thousand.
+WORK, FEWEST, MOST = 4e12, 64, 1024
 
 
 @dataclass(frozen=True)
@@ -258,12 +262,22 @@ def calibration(
     model: nn.Module,
     example: Example | None = None,
     part: int | str | None = None,
-    count: int = 256,
+    count: int | None = 256,
+    macs: int | None = None,
 ) -> Data | None:
-    """Inputs out of what is given (data/loaders.py), or for a name such as "digits" evenly spaced training inputs."""
+    """Inputs out of what is given (data/loaders.py), or for a name such as "digits" evenly spaced training inputs.
+
+    Without a `count` as many as pass the network, of so many `macs` for the example, in a minute or two.
+    """
     if isinstance(data, str):
-        return load_for(model, data, "calibration", side_of(example)).thin(count)
+        return load_for(model, data, "calibration", side_of(example)).thin(count or affordable(example, macs))
     return None if data is None else cast(Data, clean(data, model, example, part))
+
+
+def affordable(example: Example | None, macs: int | None) -> int:
+    """How many calibration inputs the time allows: WORK multiply-adds, between FEWEST and MOST inputs."""
+    each = (macs or 0) / max(1, samples_in(example)) if example is not None else 0.0
+    return int(min(MOST, max(FEWEST, WORK / each))) if each > 0 else FEWEST
 
 
 def allocate(

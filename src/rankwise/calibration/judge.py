@@ -14,6 +14,7 @@ from rankwise.calibration.inputs import Inputs
 from rankwise.planning.plan import Plan
 
 OFF = 2.0  # a prediction is off if it is by this factor
+FEW = 1.5  # a change on new inputs that is so many times that on fitted ones: there were too few of them
 LITTLE = 1e-3  # changes of the outputs below this share of their variance worry nobody
 
 
@@ -49,8 +50,10 @@ def judged(small: nn.Module, model: nn.Module, plan: Plan, inputs: Inputs, varia
         few = f"{sum(map(len, inputs.halves))} calibration inputs are too few to hold some out"
         return plan.warned(f"{few}: the predicted change of the outputs was not measured") if inputs.real else plan
     measured = change_of(model, small, inputs.last, variance)
-    plan = replace(plan, search=replace(plan.search, measured=measured))
+    fitted = change_of(model, small, inputs.fitted.first(len(inputs.last)), variance)
+    plan = replace(plan, search=replace(plan.search, measured=measured, fitted=fitted))
     stated, what = plan.search.objective, plan.search.of_what()
+    plan = plan.warned(*_too_few(measured, fitted, inputs, what))
     if stated is None or not inputs.real or max(measured, stated) < LITTLE:
         return plan
     if measured > OFF * stated:
@@ -64,3 +67,13 @@ def judged(small: nn.Module, model: nn.Module, plan: Plan, inputs: Inputs, varia
         f"the plan predicts a change of the outputs of {stated:.3g} {what}, and only {measured:.3g} was "
         f"measured on {len(inputs.last)} new inputs: a smaller budget may do, or more calibration inputs"
     )
+
+
+def _too_few(measured: float, fitted: float, inputs: Inputs, what: str) -> list[str]:
+    """How many calibration inputs are enough: with fewer, a network is much closer on those that it was fitted to."""
+    if not inputs.real or measured <= max(LITTLE, FEW * fitted):
+        return []
+    return [
+        f"the outputs change by {fitted:.3g} {what} on inputs that the network was fitted to, and by "
+        f"{measured:.3g} on new ones: {sum(map(len, inputs.halves))} calibration inputs are few for it, more will help"
+    ]

@@ -60,8 +60,11 @@ def compress(
         ),
     ] = "0",
     calibrate: Annotated[
-        int, typer.Option("--calibrate", metavar="N", help="Training images for methods that look at activations.")
-    ] = 256,
+        str,
+        typer.Option(
+            "--calibrate", metavar="N", help="Inputs without labels to look at; without a number what the time allows."
+        ),
+    ] = "auto",
     error: Annotated[str | None, typer.Option("--error", help=f"Of a layer: {words.MEASURES}.")] = None,
     search: Annotated[
         str | None, typer.Option("--search", help=f"{words.SEARCHES}; for pfp {words.FILTER_SEARCHES}.")
@@ -143,8 +146,8 @@ def compress(
     if plan is not None:
         only_with_a_search(keep, budget, {"max-drop": max_drop, **changes})
         made = Plan.load(plan)
-    name, left_alone = architecture(model), tuple(exclude or ())
-    request = Request(method, changes, left_alone, recover, fuse, how, name, calibrate, made)
+    name, left_alone, inputs = architecture(model), tuple(exclude or ()), flags.read_inputs(calibrate)
+    request = Request(method, changes, left_alone, recover, fuse, how, name, inputs, made)
     asked = budget_for(request, limit, keep, budget)
     target = check_out(model, out, dry_run, force)
     random = flags.random_weights(model) if weights is None else ""

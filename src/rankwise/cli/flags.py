@@ -118,3 +118,12 @@ def read_multiple(text: str | None) -> int | str | None:
     if not text.isdecimal() or int(text) < 1:
         raise RankwiseError(f"--rank-multiple {text} was given: it is a whole number from 1 on, or measured")
     return int(text)
+
+
+def read_inputs(text: str) -> int | None:
+    """How many calibration inputs; None, for `auto`, is as many as the time allows."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not int(text):
+        raise RankwiseError(f"--calibrate {text} is not possible: give 1 or more inputs (256), or leave the number out")
+    return int(text)

@@ -29,7 +29,7 @@ from rankwise.planning.plan import Plan, listed
 from rankwise.planning.planner import Settings, find_plan
 from rankwise.planning.table import Progress, Table
 from rankwise.planning.times import Times
-from rankwise.surgery.forward import Example
+from rankwise.surgery.forward import Example, tensors_of
 
 # Watches a stage of the work by its name: what is entered gets (name, done, total), if anything.
 Watch = Callable[[str], AbstractContextManager[Progress | None]]
@@ -151,7 +151,17 @@ def _auto(ground: Ground, settings: Settings, times: Times | None) -> Basis:
         if ground.data is not None:
             raise
         why = f"no data was given, and the effect of layers could not be measured without ({err})"
-    return by_weights(ground, settings, times, f"{why}: {ALONE}")
+    return by_weights(ground, settings, times, f"{why}: {ALONE}", *_ruinous(ground))
+
+
+def _ruinous(ground: Ground) -> list[str]:
+    """Weights alone say little of what networks of tokens do."""
+    if not any(not t.is_floating_point() for t in tensors_of(ground.example)):
+        return []
+    return [
+        "the network reads tokens, and by their weights alone such networks are mostly ruined: do not use the result "
+        "before it is evaluated, or give text (--data text:FILE; in Python: data=)"
+    ]
 
 
 def _by_effect(ground: Ground, settings: Settings, times: Times | None, inputs: Inputs) -> Basis:

@@ -100,7 +100,8 @@ class Compression:
         """The network and what is known about it before anything is planned."""
         data: Data | None = None
         if self.request.looks_at_data:
-            data = calibration(self._data, self.model, self.example, self.request.input, self.request.calibrate)
+            asked = (self.request.input, self.request.calibrate, self.coverage.macs)
+            data = calibration(self._data, self.model, self.example, *asked)
         if isinstance(data, Iterator) and self.request.recovers:
             self._read = data
             data = list(data)  # distilled on what was looked at before

@@ -22,7 +22,8 @@ class Request:
 
     Of `changes`, those that are None leave the method's own setting. `recover` are steps of distillation, or seconds
     ("90s"). `fuse` folds batch norms; None does so for budgets in latency only. `name` is what the plan calls the
-    network, its class unless given. So many images are taken to `calibrate`, of data that is given by its name.
+    network, its class unless given. So many inputs are taken to `calibrate`, of data that is given by its name; None
+    takes as many as the time allows.
     Decompositions are computed on the CPU unless `device` names another place (core/linalg.py).
     `input` is the part of a batch of the data that the network takes, by index or name.
     `plan` holds decisions that are made already: they are followed, and method, changes and exclude mean nothing.
@@ -35,7 +36,7 @@ class Request:
     fuse: bool | None = None
     timing: Timing | None = None
     name: str = ""
-    calibrate: int = 256
+    calibrate: int | None = None
     plan: Plan | None = None
     device: str | torch.device | None = None
     input: int | str | None = None

@@ -39,7 +39,8 @@ class Moments:
             self.mean, self.scatter = scatter.new_zeros(groups, d), torch.zeros_like(scatter)
         shift = mean - self.mean
         total = self.count + n
-        self.scatter += scatter + shift[:, :, None] * shift[:, None, :] * (self.count * n / total)
+        self.scatter += scatter
+        self.scatter.baddbmm_(shift[:, :, None], shift[:, None, :], alpha=self.count * n / total)
         self.mean = self.mean + shift * (n / total)
         self.count = total
 
@@ -62,7 +63,7 @@ class Moments:
     @property
     def second_moment(self) -> Tensor:
         """E[x xᵀ], (G, d, d): what the error of a layer without a mean correction is measured with."""
-        return self.covariance + self.mean[:, :, None] * self.mean[:, None, :]
+        return torch.baddbmm(self.covariance, self.mean[:, :, None], self.mean[:, None, :])
 
 
 def square(rows: Tensor) -> Tensor:

@@ -323,7 +323,9 @@ def _errors(rows: Tensor, scale: Tensor | None, blocks: Tensor, seen: tuple[Tens
 def shrunk(moment: Tensor, share: float) -> Tensor:
     """(1 − share) · M + share · mean variance · I, for each group."""
     mean = moment.diagonal(dim1=1, dim2=2).mean(1)
-    return (1 - share) * moment + share * mean[:, None, None] * eye_like(moment)
+    found = (1 - share) * moment
+    found.diagonal(dim1=1, dim2=2).add_(share * mean[:, None])
+    return found
 
 
 def share_for(count: int, size: int) -> float:

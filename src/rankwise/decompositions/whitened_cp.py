@@ -37,7 +37,7 @@ from rankwise.decompositions.base import METRIC, Decomposition, Factors, Sample,
 from rankwise.decompositions.tucker import has_taps
 from rankwise.errors import RankwiseError
 
-SHARES = (0.06, 0.12, 0.22, 0.36, 0.55, 0.78, 1.0)  # of the largest useful rank: where a curve is fitted
+SHARES = (0.06, 0.14, 0.28, 0.48, 0.75)  # of the largest useful rank: where a curve is fitted
 SCORED, BUILT = 20, 60  # steps of L-BFGS at most
 WORK = 1e11, 3e11  # multiply-adds to spend on a rank that is scored, and on one that is built
 LEAST = 4  # steps, whatever they cost
@@ -228,7 +228,10 @@ def fit(problem: Problem, rank: int, steps: int, work: float) -> Found:
     search = _Search(problem, rank)
     if search.total > 0:
         solver = torch.optim.LBFGS(
-            [search.encoder, search.kernel], max_iter=steps, max_eval=steps + 8, line_search_fn="strong_wolfe"
+            [search.encoder, search.kernel],
+            max_iter=steps,
+            max_eval=steps + 2 + steps // 4,
+            line_search_fn="strong_wolfe",
         )
         solver.step(search)  # type: ignore[no-untyped-call]
     return search.best()

@@ -68,8 +68,9 @@ class Findings:
     `inputs` are those that the network was measured on (INPUTS; None for weights alone), `variance` that of its outputs
     there. `expected` and `measured` are changes of the outputs of the network that was built, relative to that
     variance: on inputs that only chose between ways to build it, and on inputs that nothing was fitted to or chosen by.
-    With the `unit` "nats" these, and the objective, are divergences of a language model's probabilities instead, in
-    nats for each position, and `variance` is what the changes of its logits were divided by for that.
+    `fitted` is the same on inputs that it was fitted to: far below `measured`, more inputs would help. With the `unit`
+    "nats" these, and the objective, are divergences of a language model's probabilities instead, in nats for each
+    position, and `variance` is what the changes of its logits were divided by for that.
     `draws` for each unit of sensitivity, `groups` and `whole` are of pruning. `other` holds what
     there is of further units (planning/units.py), and keys of older files that are not read any more, as they were.
     """
@@ -85,6 +86,7 @@ class Findings:
     unit: str | None = None
     expected: float | None = None
     measured: float | None = None
+    fitted: float | None = None
     draws: float | None = None
     groups: tuple[CutGroup, ...] | None = None
     whole: tuple[WholeGroup, ...] | None = None
@@ -202,6 +204,7 @@ _READERS: dict[str, Callable[[object, str], Any]] = {
     "unit": _text,
     "expected": _number,
     "measured": _number,
+    "fitted": _number,
     "draws": _number,
     "groups": _all(_cut_group),
     "whole": _all(_whole_group),
