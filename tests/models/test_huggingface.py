@@ -226,3 +226,20 @@ def test_code_in_a_folder_is_never_run(written: Any, tmp_path: Path) -> None:
     with pytest.raises(rw.RankwiseError, match="could not be opened"):
         build(f"hf:{folder}")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_network_of_the_hub_comes_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hf:OWNER/NAME`, without a connection: what was downloaded before is opened, and its tokenizer goes along."""
+    hub = pytest.importorskip("transformers.utils.hub")
+    place = tmp_path / "models--me--tiny"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("a" * 40)
+    tiny.folder(place / "snapshots" / ("a" * 40), tiny.llama())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    network = build("hf:me/tiny")
+    small, plan = rw.compress(network, method="svd", keep=0.9, name="hf:me/tiny")
+    rw.save(small, plan, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert same(rw.load(tmp_path / "out"), small, example_of(network))

@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rankwise.core import files
-from rankwise.errors import RankwiseError, need
+from rankwise.errors import need
 from rankwise.planning.plan import Plan
 from rankwise.version import __version__
 
@@ -107,14 +108,22 @@ def _beside(place: str) -> dict[str, bytes]:
     folder = Path(place)
     if folder.is_dir():
         return {name: files.read(folder / name) for name in BESIDE if (folder / name).is_file()}
+    found = _cached(place)
+    if not any("token" in name or "processor" in name for name in found):
+        library = need("transformers", extra="hf", purpose="a Hugging Face network")
+        with suppress(Exception):  # one that has no tokenizer, or no connection: then there is none in the folder
+            library.AutoTokenizer.from_pretrained(place, trust_remote_code=False)  # puts its files into the cache
+            found = _cached(place)
+    return found
+
+
+def _cached(place: str) -> dict[str, bytes]:
+    """What the cache of the hub has of a network, but for its weights."""
     hub = need("transformers.utils", extra="hf", purpose="a Hugging Face network")
-    quietly = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     found = {}
     for name in BESIDE:
-        try:
-            path = hub.cached_file(place, name, **quietly, _raise_exceptions_for_connection_errors=False)
-        except Exception as err:  # the hub's errors have nothing in common
-            raise RankwiseError(f"{name} of {place} could not be found ({type(err).__name__}): open it again") from err
+        path = hub.cached_file(place, name, local_files_only=True, **quietly)
         if path is not None:
             found[name] = files.read(Path(path))
     return found
