@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import rankwise as rw
 from made_rows import failed, row, with_plans, write
 from rankwise.__main__ import main
+from rankwise.cli import outcome
 from rankwise.models import networks
 from rankwise.reports import html, single
 
@@ -579,4 +581,42 @@ def test_the_report_of_one_compression(browser: Any, results: Path, tmp_path: Pa
     reader.page.locator(".layer-name").first.click()
     assert "no spectra" in reader.text(".spectrum")
     assert "rankwise compress digits-cnn --weights FILE --plan plan.json" in reader.text("#commands")
+    reader.close_and_check()
+
+
+def test_commands_of_a_report_run_as_they_stand(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a network from a file: they carry its factory, its weights and the shape of an input."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(
+        "from torch import nn\n\ndef own():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()\n"
+    )
+    flags = ["--input", "1,3,8,8", "--keep", "0.6", "--out", "small"]
+    monkeypatch.setattr(outcome, "SECONDS", (0.0, 0.0))
+    assert main(["compress", "net.py:own", *flags]) == 0
+    reader = Reader(browser, tmp_path / "small" / "report.html")
+    said = [shlex.split(text) for text in reader.page.locator("#commands dd").all_inner_texts()]
+    commands = {words[1]: words[1:] for words in said if words[0] == "rankwise"}
+    assert set(commands) == {"export", "bench", "retrain", "compress"}
+    assert main(commands["export"]) == 0
+    assert main(commands["compress"]) == 0
+    assert (tmp_path / "again" / "plan.json").is_file()
+    assert main([*commands["bench"], "--engines", "eager", "--batch", "1", "--threads", "1", "--repeats", "2"]) == 0
+    assert commands["retrain"][-4:] == ["--base", "net.py:own", "--out", "retrained/"]
+    reader.close_and_check()
+
+
+def test_slower_is_said_as_such(browser: Any, results: Path, tmp_path: Path) -> None:
+    body = json.loads(plan_of(results, "svd", 0.4).dumps())
+    found = {"plan": body, "time": {"dense": 0.001, "small": 0.002, "ratio": 2.0}}
+    single.write_report(tmp_path / "report.html", found, networks.build("digits-cnn"))
+    reader = Reader(browser, tmp_path / "report.html")
+    assert "2.00 ms, was 1.00 ms" in reader.text("#totals").replace("\n", " ")
+    assert "2.00 times the original" in reader.text("#totals")
+    assert "+100.00 %" in reader.text("#before-after")
+    reader.close_and_check()
+    html.write_report(write(tmp_path / "r", [row(time={"ratio": 1.5})]), tmp_path / "study.html")
+    reader = Reader(browser, tmp_path / "study.html")
+    assert "slower than the original" in reader.text("#bands")
     reader.close_and_check()

@@ -121,11 +121,13 @@ def compress(
     from rankwise.cli import flags
     from rankwise.cli.asked import budget_for, check_out, limit_for, only_with_a_search
     from rankwise.cli.outcome import Wanted, check_strict, compressed, interruptible, print_outcome
-    from rankwise.cli.report import single_report
+    from rankwise.cli.report import single_report, typed
     from rankwise.compression import Compression, Request
     from rankwise.models.inputs import example_for
     from rankwise.models.networks import architecture
+    from rankwise.models.spec import parse
     from rankwise.planning.plan import Plan
+    from rankwise.reports.single import About
     from rankwise.timing.clock import read_timing
 
     changes = {
@@ -161,7 +163,9 @@ def compress(
     if random:
         output.warn(random)
     found = done.to_json()
-    page, said = single_report(found, network, model, data, split, weights) if report else (None, "")
+    base = model if parse(model).kind == "file" else None
+    about = About(data, split, None if weights is None else str(weights), typed(), model, input, base)
+    page, said = single_report(found, network, about) if report else (None, "")
     if as_json:
         output.print_json({**found, "report": page, **({"random_weights": True} if random else {})})
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,8 @@ from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from rankwise.reports.single import About
 
 
 def report(
@@ -48,22 +51,19 @@ def report(
     terminal.print(f"done: open {out} in a browser ({written['bytes'] / 1e6:.1f} MB)")
 
 
-def single_report(
-    found: dict[str, Any], network: nn.Module, model: str, data: str | None, split: str, weights: Path | None
-) -> tuple[str | None, str]:
+def single_report(found: dict[str, Any], network: nn.Module, about: About) -> tuple[str | None, str]:
     """The page about one compression, in the folder that it wrote, and a sentence about it.
 
     `found` is what `--json` prints. Without the extra there is no page, and a page that cannot be written undoes
     nothing: both are said.
     """
-    from rankwise.reports.single import About, write_report
+    from rankwise.reports.single import write_report
 
     if found.get("out") is None:
         return None, ""
     if find_spec("plotly") is None:
         return None, "no report: pip install 'rankwise[report]' for a page about every layer (--no-report for silence)"
     out = Path(found["out"]) / "report.html"
-    about = About(data, split, None if weights is None else str(weights), _typed(), model)
     try:
         with output.progress("report") as progress:
             write_report(out, found, network, about, progress)
@@ -72,6 +72,6 @@ def single_report(
     return str(out), f"report: open {out} in a browser"
 
 
-def _typed() -> str | None:
+def typed() -> str | None:
     """The command as it was given, where it was given to this program."""
-    return " ".join(["rankwise", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "rankwise" else None
+    return shlex.join(["rankwise", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "rankwise" else None

@@ -37,7 +37,8 @@ WORK = 5e10  # multiply-adds for spectra: a few seconds; what is beyond is left 
 class About:
     """What the numbers of a compression do not say themselves. `split` and `data` are what it was scored on.
 
-    `model` is the network as it was named, a folder perhaps, and `weights` the file that was given beside it.
+    `model` is the network as it was named, a folder perhaps, `weights` the file that was given beside it, and `input`
+    the shape of an input. `base` is the factory of a network from a file.py, which commands on the folder must name.
     """
 
     data: str | None = None
@@ -45,6 +46,8 @@ class About:
     weights: str | None = None
     command: str | None = None
     model: str | None = None
+    input: str | None = None
+    base: str | None = None
 
 
 def write_report(

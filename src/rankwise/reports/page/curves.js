@@ -197,6 +197,7 @@ function drawCharts() {
     "The dotted line is the original network.",
     repeated ? "Bands are one sample standard deviation over seeds, cut off at 0 and 100 %." : "One run for each point.",
     TOUCH ? "A tap on a method hides it, a double tap shows it alone; a tap on a point opens the runs behind it." : "Hover over a method to light it; double click shows it alone. A click on a point opens the runs behind it.",
+    drawnUnits().includes("latency") && lines().some((line) => line.points.some((p) => p.cut.latency?.[0] < 0)) ? "Left of 0 in the chart of time, a network is slower than the original." : "",
     below(floor) ? `Below the frame: ${number(below(floor))} points, in “all results”.` : "",
   ];
   $("bands").textContent = sentences.filter(Boolean).join(" ");

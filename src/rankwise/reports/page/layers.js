@@ -110,7 +110,8 @@ function layersView(host, rest, about) {
     for (const entry of shown) fillRow(view.rows.get(entry.name), entry, measure, most, times);
     const others = body.layers.filter((e) => e.reason === DATA.other);
     rest.hidden = !others.length;
-    rest.querySelector("summary").textContent = `${others.length} other modules are left alone: ${number(others.reduce((sum, e) => sum + e.params, 0))} parameters`;
+    const many = others.length === 1 ? "1 other module is" : `${others.length} other modules are`;
+    rest.querySelector("summary").textContent = `${many} left alone: ${number(others.reduce((sum, e) => sum + e.params, 0))} parameters`;
     rest.querySelector("ul").replaceChildren(...others.map((e) => el("li", {}, `${e.name} (${e.kind}, ${number(e.params)} parameters)`)));
     drawSpectrum();
   }
@@ -195,8 +196,10 @@ function spectrumChart(host, entry, book) {
 function total(title, cut, before, after, show = number) {
   const fill = el("div", { class: "fill" });
   fill.style.width = `${Math.min(100, (100 * after) / before)}%`;
+  const more = after > before; // of time: slower than the original
+  const said = more ? `${number(after / before, 2)} times the original` : `keep ${number(after / before, 4)} · ${cut} ${percent(100 * (1 - after / before), 2)}`;
   return el("div", { class: "total" }, el("dt", {}, title), el("dd", {},
-    el("span", { class: "big" }, show(after)), ` of ${show(before)}`, el("div", { class: "track" }, fill),
-    el("span", { class: "muted" }, `keep ${number(after / before, 4)} · ${cut} ${percent(100 * (1 - after / before), 2)}`)));
+    el("span", { class: "big" }, show(after)), more ? `, was ${show(before)}` : ` of ${show(before)}`, el("div", { class: "track" }, fill),
+    el("span", { class: "muted" }, said)));
 }
-const quoted = (text) => (/^[\w./:+=-]+$/.test(text) ? text : `'${text.replace(/'/g, "'\\''")}'`);
+const quoted = (text) => (/^[\w.,/:+=-]+$/.test(text) ? text : `'${text.replace(/'/g, "'\\''")}'`);

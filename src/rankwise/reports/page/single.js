@@ -36,7 +36,7 @@ function drawSummary() {
   if (DATA.time) said.push(`; it takes ${number(DATA.time.ratio, 2)} of the time`);
   $("headline").replaceChildren(...said, ".");
   const rows = [
-    ...pairs.map((p) => ({ what: p.title, ...p, said: percent(-100 * (1 - p.after / p.before), 2), change: -100 * (1 - p.after / p.before) })),
+    ...pairs.map((p) => ({ what: p.title, ...p, said: `${signed(-100 * (1 - p.after / p.before))} %`, change: -100 * (1 - p.after / p.before) })),
     ...scorePairs().map((p) => ({ what: p.title, ...p, show: (v) => (p.loss ? number(v, 4) : percent(v, 2)), said: p.loss ? signed(p.after - p.before, 4) : `${signed(p.after - p.before)} points`, change: p.after - p.before })),
   ];
   sortable($("before-after"), {
@@ -100,15 +100,18 @@ function drawCommands() {
   const model = quoted(DATA.about.model ?? (PLAN.model || "MODEL"));
   const weights = DATA.about.weights ? ` --weights ${quoted(DATA.about.weights)}` : DATA.about.model ? "" : " --weights FILE";
   const data = PLAN.search?.inputs === "calibration" && DATA.about.data ? ` --data ${quoted(DATA.about.data)}` : "";
+  // A folder does not name code to run, nor the shape of an input that was given.
+  const base = DATA.about.base ? ` --base ${quoted(DATA.about.base)}` : "";
+  const input = DATA.about.input ? ` --input ${quoted(DATA.about.input)}` : "";
   const lines = folder
     ? [
         ["Read it in Python", `small = rankwise.load(${JSON.stringify(folder)}, model)`],
-        ["Export it", `rankwise export ${quoted(folder)} --to onnx`],
-        ["Time it", `rankwise bench ${quoted(folder)}`],
-        ["Train it further", `rankwise retrain ${quoted(folder)} --data ${DATA.about.data ? quoted(DATA.about.data) : "D"} --out retrained/`],
+        ["Export it", `rankwise export ${quoted(folder)} --to onnx${base}${input}`],
+        ["Time it", `rankwise bench ${quoted(folder)}${base}${input}`],
+        ["Train it further", `rankwise retrain ${quoted(folder)} --data ${DATA.about.data ? quoted(DATA.about.data) : "D"}${base} --out retrained/`],
       ]
     : [];
-  lines.push(["Build this plan again", `rankwise compress ${model}${weights} --plan ${folder ? quoted(`${folder}/plan.json`) : "plan.json"}${data} --out again/`]);
+  lines.push(["Build this plan again", `rankwise compress ${model}${weights}${input} --plan ${folder ? quoted(`${folder}/plan.json`) : "plan.json"}${data} --out again/`]);
   $("commands").replaceChildren(el("dl", { class: "facts-list" }, ...lines.flatMap(([title, text]) => [el("dt", {}, title), el("dd", {}, el("code", {}, text))])));
 }
 
