@@ -9,7 +9,7 @@ METHODS = (
     "alds, alds+, alds-error, alds-simple, svd-error, svd, l-rank, svd-energy, pca, messi, tucker2, cp, ft, pfp, auto"
 )
 MEASURES = "bound, rss, max, energy, residual, exact, output, effect"
-DECOMPOSITIONS = "svd, pca, messi, tucker2, whitened, whitened-tucker2, cp"
+DECOMPOSITIONS = "svd, pca, messi, tucker2, whitened, whitened-tucker2, cp, whitened-cp, embedding"
 CLUSTERINGS = "consecutive, kmeans, projective, projective-robust"
 SEARCHES = "alternate, minimax, sum, penalty, product, constant"
 FILTER_SEARCHES = "sampling or minimax"
