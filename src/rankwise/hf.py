@@ -192,12 +192,14 @@ def factor_names(model: nn.Module) -> list[str]:
     """The names of all linear factors of a compressed network, for adapters.
 
     `peft.LoraConfig(target_modules=rankwise.hf.factor_names(model))` trains adapters on them, and `merge_and_unload`
-    merges these into the factors, which keep their ranks.
+    merges these into the factors, which keep their ranks. A factor that an embedding shares is not among them: what is
+    merged into it would change the embedding too.
     """
+    shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     pairs = [(name, module) for name, module in model.named_modules() if mark_of(module) is not None]
     return [
         f"{name}.{part}"
         for name, pair in pairs
         for part, module in pair.named_modules()
-        if isinstance(module, nn.Linear) and not isinstance(module, GroupedLinear)
+        if isinstance(module, nn.Linear) and not isinstance(module, GroupedLinear) and id(module.weight) not in shared
     ]

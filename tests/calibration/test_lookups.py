@@ -194,7 +194,7 @@ def test_recovery_on_texts_trains_factors_and_keeps_the_best_state(compressed: t
 
 def test_a_hugging_face_folder_with_a_tied_head(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    import rankwise.hf  # noqa: F401
+    import rankwise.hf
     from tiny_language import llama
 
     model = llama(vocab_size=512)
@@ -207,6 +207,9 @@ def test_a_hugging_face_folder_with_a_tied_head(tmp_path: Path) -> None:
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert torch.equal(opened(ids).logits, small(ids).logits)
     assert opened.lm_head.decoder.weight is opened.model.embed_tokens.encoder.weight
+    names = rankwise.hf.factor_names(opened)
+    assert "lm_head.encoder" in names
+    assert "lm_head.decoder" not in names
     assert opened.generate(ids[:1], max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]
     opened.save_pretrained(tmp_path / "two")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
