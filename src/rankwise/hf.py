@@ -23,7 +23,7 @@ from torch import nn
 from rankwise.core.layer import Layer
 from rankwise.errors import RankwiseError, need
 from rankwise.planning.plan import Choice, Plan
-from rankwise.surgery.checkpoint import hashes
+from rankwise.surgery.checkpoint import hashes, read_plan
 from rankwise.surgery.fuse import fuse_norms_
 from rankwise.surgery.layout import lay_out_
 from rankwise.surgery.modules import GroupedLinear, describe, is_lookup, kind_of, mark_of
@@ -68,8 +68,8 @@ class RankwiseQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc,name-defi
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **given: Any) -> Any:
-        plan = self.quantization_config.decisions
-        _check_files(given.get("checkpoint_files") or (), plan)
+        plan = _plan_of(given.get("checkpoint_files") or (), self.quantization_config.decisions)
+        self.quantization_config.plan = plan.to_json()
         put_pairs_(model, plan)
         return model
 
@@ -110,14 +110,22 @@ def _mark_(model: Any) -> None:
             module.is_quantized = False
 
 
-def _check_files(paths: Any, plan: Plan) -> None:
-    """The weights must follow the plan: files of two versions would leave layers without their weights."""
+def _plan_of(paths: Any, plan: Plan) -> Plan:
+    """The plan that the weights follow: that of config.json, or one beside it if `save` was killed between the files.
+
+    Weights and a plan that do not belong together would leave layers without their weights.
+    """
     for path in paths:
         stated = read_header(Path(path)).get("decisions")
-        if stated != hashes(plan)["decisions"]:
+        if stated == hashes(plan)["decisions"]:
+            continue
+        other = read_plan(Path(path).parent)
+        if stated != hashes(other)["decisions"]:
             raise RankwiseError(
                 f"{path} and config.json beside it do not belong together: one of them was changed; save it again"
             )
+        plan = other
+    return plan
 
 
 def put_pairs_(model: nn.Module, plan: Plan) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +245,39 @@ def test_a_network_of_the_hub_comes_from_its_cache(tmp_path: Path, monkeypatch: 
     rw.save(small, plan, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert same(rw.load(tmp_path / "out"), small, example_of(network))
+
+
+def test_a_folder_that_is_half_replaced_is_the_old_one_or_the_new_one(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rename is the last before the machine stops, transformers opens one of the two networks, whole."""
+    spec, example, small, _, folder = written("llama")
+    other, another = rw.compress(build(spec), example, "svd", 0.7, name=spec)
+    seen = []
+    for last in range(8):
+        out = tmp_path / str(last)
+        shutil.copytree(folder, out)
+        with monkeypatch.context() as patch:
+            stop_after(patch, last)
+            with suppress(rw.RankwiseError):
+                rw.save(other, another, out)
+        found = rw.load(out)
+        seen.append(same(found, other, example))
+        assert seen[-1] or same(found, small, example)
+    assert seen == sorted(seen)
+    assert seen[0] is False
+    assert seen[1:] == [True] * 7
+
+
+def stop_after(patch: pytest.MonkeyPatch, renames: int) -> None:
+    """Every rename after so many fails, as if the process had ended."""
+    done = []
+    rename = os.replace
+
+    def counted(part: Any, path: Any) -> None:
+        if len(done) >= renames:
+            raise OSError("the machine stopped")
+        done.append(path)
+        rename(part, path)
+
+    patch.setattr(os, "replace", counted)
