@@ -68,6 +68,8 @@ def test_embeddings_are_found_with_their_heads() -> None:
     assert [la.name for la in rw.find_layers(model, example).layers] == ["hidden"]
     (alone,) = rw.find_layers(tiny(tied=False), example).embeddings
     assert not alone.heads
+    positions = nn.Sequential(nn.Embedding(4 * D, D), nn.Linear(D, D))  # few rows, of which a text may show the first
+    assert not rw.find_layers(positions, texts()[0]["input_ids"] % (4 * D)).embeddings
     bounded = tiny()
     bounded.embed.max_norm = 1.0
     assert not rw.find_layers(bounded, example).embeddings

@@ -29,6 +29,7 @@ HOOKS = "it has hooks, which a replacement would lose"
 ATTENTION = "it multiplies with its projections itself, and torch has no attention whose projections are modules"
 RECURRENT = "its matrices are read by one fused call for all steps, and torch has no such call for pairs"
 EXPERTS = "its experts are one tensor with three axes, and torch has no module that takes pairs in place of it"
+ROWS = 5  # of an embedding for each of its columns, at least
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -107,8 +108,14 @@ def _lookups(model: nn.Module, owners: dict[int, set[str]], excluded: set[nn.Mod
 
 
 def _lookup_reason(model: nn.Module, name: str, owners: dict[int, set[str]], excluded: set[nn.Module]) -> bool:
-    """Whether something forbids to decompose an embedding, by itself or by a head of it."""
+    """Whether something forbids to decompose an embedding, by itself or by a head of it.
+
+    Tables of few rows stay, those of positions and types: one of them is not like another, and inputs hardly ever show
+    all of them, so a fit would give up the others.
+    """
     weight = cast(nn.Embedding, model.get_submodule(name)).weight
+    if weight.ndim != 2 or len(weight) < ROWS * weight.shape[1]:
+        return True
     if type(weight) is not nn.Parameter or weight.is_meta or weight.dtype not in DTYPES or not weight.numel():
         return True
     for user in owners[_place(weight)]:
