@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.core.fold import kernel_sides, to_matrix
+from rankwise.core.fold import all_folds, kernel_sides, to_matrix
 from rankwise.core.layer import Layer, canonical
 from rankwise.core.linalg import Array, array, cholesky, eigenvectors, eye_like, precise, tail
 from rankwise.core.option import Option
@@ -45,6 +45,7 @@ JITTER = 1e-9  # of the mean diagonal, so that dependent features do not stop Ch
 # keeps what all options together can reach to 3.5 % on average, 1.25 keeps all of it.
 SLACK, ROOMS = 1.1, 40
 NARROW, FEW = 96, (2, 8)
+WIDE = 1_000  # inputs to a filter
 
 
 class Whitened(Decomposition):
@@ -100,13 +101,16 @@ def offered(layer: Layer, options: list[Option]) -> list[Option]:
     """Of all options those that have been seen to win somewhere, and can be fitted in a reasonable time.
 
     Slices of a layer without taps win in narrow layers only. A kernel takes few numbers of slices: 1, FEW of them, and
-    one for each channel (a depthwise encoder). A filter of a depthwise layer is no matrix.
+    one for each channel (a depthwise encoder); a wide one is taken whole, since whitened-cp is ahead there, and folds
+    that leave taps to the decoder take minutes. A filter of a depthwise layer is no matrix.
     """
     size = layer.group_channels * math.prod(layer.kernel)
     if layer.groups > 1 and layer.group_filters == 1:
         return []
     if math.prod(layer.kernel) == 1:
         return [option for option in options if option.slices == 1 or size <= NARROW]
+    if size > WIDE:
+        return [option for option in options if option.slices == 1 and option.fold == all_folds(layer.dims)[0]]
     return [option for option in options if option.slices in (1, *FEW, layer.group_channels)]
 
 
