@@ -152,7 +152,8 @@ def put_pairs_(model: nn.Module, plan: Plan) -> None:
     _tie_(model, {choice.name: layer.heads for choice, layer in matches})
     for module in model.modules():
         # transformers initialises some layers through the module that holds them, and would not find their weight
-        if any(mark_of(child) is not None for child in module.children()):
+        # (one with buffers of its own, such as the numbers of positions, must be: no file has them)
+        if not module._buffers and any(mark_of(child) is not None for child in module.children()):
             module._is_hf_initialized = True  # type: ignore[assignment]
 
 

@@ -86,8 +86,8 @@ def test_the_smallest_within_a_share_of_the_perplexity(
 def test_an_encoder_is_calibrated_on_sentences(capsys: Capture, story: Path, tmp_path: Path) -> None:
     encoder = tiny.folder(tmp_path / "in", tiny.bert(), sentence=True)
     given = ["--data", f"text:{story}", "--calibrate", 16, "--json", "--no-report"]
-    status, out, _ = run(capsys, "compress", f"hf:{encoder}", "--keep", 0.85, "--out", tmp_path / "out", *given)
-    assert status == 0
+    status, out, said = run(capsys, "compress", f"hf:{encoder}", "--keep", 0.85, "--out", tmp_path / "out", *given)
+    assert status == 0, said
     done = json.loads(out)
     assert done["scores"] is None
     assert done["plan"]["search"]["inputs"] == "calibration"
