@@ -73,6 +73,10 @@ def retrain(
             "--recipe", metavar="R", help=f"gentle, or taught with --teacher, unless given: {', '.join(RECIPES)}."
         ),
     ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option("--epochs", metavar="N", help="So many in all; with --teacher by the recipe distilled."),
+    ] = None,
     changes: SetOpt = None,
     base: Annotated[
         str | None,
@@ -98,7 +102,8 @@ def retrain(
     """
     from rankwise.training import steps
 
-    chosen = change(get_recipe(recipe or ("taught" if teacher else "gentle")), read_fields(changes, "retrain"))
+    usual = "gentle" if teacher is None else "taught" if epochs is None else "distilled"
+    chosen = lasting(change(get_recipe(recipe or usual), read_fields(changes, "retrain")), epochs)
     if out.resolve() == folder.resolve():
         raise RankwiseError(f"--out {out} is the folder that is retrained: give another one, so that both remain")
     with _watched(chosen, out, tensorboard, as_json) as watch:
@@ -164,6 +169,17 @@ def read_fields(changes: list[str] | None, needed: str = "epochs") -> dict[str, 
         if found.get(name) == 0:
             raise RankwiseError(f"--set {name}=0 was given, which trains nothing: give 1 or more")
     return found
+
+
+def lasting(recipe: Recipe, epochs: int | None) -> Recipe:
+    """Ours are stretched to so many epochs; the paper's end with so many of theirs (rewinding)."""
+    if epochs is None:
+        return recipe
+    if epochs < 1:
+        raise RankwiseError(f"--epochs {epochs} was given: give 1 or more")
+    if recipe.name.startswith("paper:"):
+        return change(recipe, {"retrain": epochs})
+    return change(recipe, {"epochs": epochs, "retrain": epochs})
 
 
 def _print(rows: list[dict[str, Any]], out: Path, as_json: bool) -> None:

@@ -10,7 +10,7 @@ decomposed again and can be turned back.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -102,8 +102,8 @@ def _put_(module: Any, weight: Tensor, layer: Layer) -> None:
 
 
 def _take(module: Any, layer: Layer) -> Tensor:
-    """The canonical weight of a part of a pair, in float64."""
-    weight = precise(_weight(module))
+    """The canonical weight of a part of a pair."""
+    weight = _weight(module)
     if isinstance(module, GroupedLinear):
         return weight
     if isinstance(module, nn.Embedding):
@@ -141,20 +141,34 @@ def _layers_of(module: nn.Module) -> Sequence[nn.Module]:
     return list(module.branches) if isinstance(module, Branches) else [module]
 
 
+def layer_of(pair: nn.Sequential) -> Layer:
+    """The layer that a pair stands for, with a bias where the pair has one."""
+    layer, _, _ = decision_of(mark_of(pair) or {})
+    return replace(layer, bias=getattr(pair[-1], "bias", None) is not None)
+
+
+def product(pair: nn.Sequential, read: Callable[[Tensor], Tensor] = lambda weight: weight) -> Tensor:
+    """The dense weight that a pair stands for, in the layer's own layout; gradients pass through to its parts.
+
+    `read` comes before the product, such as `precise`.
+    """
+    layer, (_, option, _) = layer_of(pair), decision_of(mark_of(pair) or {})
+    parts = {name: module for name, module in pair.named_children() if not isinstance(module, nn.ConstantPad3d)}
+    taken = {name: [read(_take(one, layer)) for one in _layers_of(module)] for name, module in parts.items()}
+    return of(option).compose(layer, option, taken)
+
+
 def merge_pair(pair: nn.Sequential) -> nn.Module:
     """The single module that a pair stands for: original kind, shape, dtype and state."""
-    layer, option, _ = decision_of(mark_of(pair) or {})
     last: Any = pair[-1]
-    layer = replace(layer, bias=getattr(last, "bias", None) is not None)
-    parts = {name: module for name, module in pair.named_children() if not isinstance(module, nn.ConstantPad3d)}
-    taken = {name: [_take(one, layer) for one in _layers_of(module)] for name, module in parts.items()}
+    layer = layer_of(pair)
     like = next(pair.parameters())
     dense = dense_module(layer, {"device": like.device, "dtype": like.dtype})
     dense.train(pair.training)
     if isinstance(pair[0], nn.Embedding):
         dense.padding_idx = pair[0].padding_idx
     with torch.no_grad():
-        dense.weight.copy_(of(option).compose(layer, option, taken))
+        dense.weight.copy_(product(pair, precise))
         dense.weight.requires_grad_(any(p.requires_grad for n, p in pair.named_parameters() if n.endswith("weight")))
         if layer.bias:
             dense.bias.copy_(_bias(last))

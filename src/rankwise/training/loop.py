@@ -22,12 +22,13 @@ from rankwise.data.augment import IGNORED
 from rankwise.data.batches import Feed
 from rankwise.data.splits import Split
 from rankwise.errors import RankwiseError
+from rankwise.surgery.multiplied import multiplied, pairs_to_multiply
 from rankwise.training import resume as states
 from rankwise.training.evaluate import Score, class_logits, evaluate, like, mode
 from rankwise.training.processes import Engine, make_engine
 from rankwise.training.recipes import Recipe, rate
 from rankwise.training.resume import State
-from rankwise.training.teacher import lesson
+from rankwise.training.teacher import Teacher, lesson
 
 Progress = Callable[[int, int, float], None]  # epochs done, epochs in all, mean loss of the last one
 Penalty = Callable[[int], Callable[[], Tensor]]  # at the start of an epoch → a scalar to add to every loss
@@ -68,7 +69,7 @@ def retraining(recipe: Recipe, seed: int = 0) -> TrainingJob:
 class Hooks:
     """What a training may have beside it: an early-stopping split, somebody who looks on, a place for its state.
 
-    A `teacher` is in evaluation mode and on the engine's device (see `teach`).
+    A `teacher` is in evaluation mode and on the engine's device (see teacher.py, `ready`).
     """
 
     stop: Split | None = None
@@ -94,7 +95,12 @@ def train_(model: nn.Module, split: Split, job: TrainingJob, engine: Engine, hoo
         states.load_model_(model, state.model, "the state")
         states.load_optimizer_(optimizer, state.optimizer, "the state")
     devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices), mode(model, training=True), engine.prepared(model, optimizer) as prepared:
+    with (
+        torch.random.fork_rng(devices),
+        mode(model, training=True),
+        multiplied(model, pairs_to_multiply(model, recipe.form)),
+        engine.prepared(model, optimizer) as prepared,
+    ):
         for epoch in range(max(job.first, state.epoch), job.last):
             if _has_stopped(state, recipe.patience):
                 break
@@ -120,17 +126,26 @@ def train_(model: nn.Module, split: Split, job: TrainingJob, engine: Engine, hoo
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """Weight decay is on every parameter, as in the paper: also on batch norm, and on each factor of a pair."""
+    """Weight decay is on every parameter, as in the paper: also on batch norm, and on each factor of a pair.
+
+    Without `norm_decay` it is on weights only, not on what has one axis: norms and biases.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise RankwiseError("the network has no parameter that can be trained")
     decay = recipe.weight_decay
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if not recipe.norm_decay:
+        flat = [p for p in parameters if p.dim() < 2]
+        groups = [{"params": [p for p in parameters if p.dim() >= 2]}, {"params": flat, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     if recipe.optimizer == "sgd":
-        return SGD(parameters, recipe.lr, recipe.momentum, weight_decay=decay, nesterov=recipe.nesterov)
+        return SGD(groups, recipe.lr, recipe.momentum, weight_decay=decay, nesterov=recipe.nesterov, fused=fused)
     if recipe.optimizer == "rmsprop":
         # MobileNetV2: "decay and momentum are set to 0.9"
-        return RMSprop(parameters, recipe.lr, alpha=0.9, momentum=recipe.momentum, weight_decay=decay)
-    return AdamW(parameters, recipe.lr, betas=(recipe.momentum, 0.999), weight_decay=decay)
+        return RMSprop(groups, recipe.lr, alpha=0.9, momentum=recipe.momentum, weight_decay=decay)
+    return AdamW(groups, recipe.lr, betas=(recipe.momentum, 0.999), weight_decay=decay, fused=fused)
 
 
 def _epoch_(
@@ -141,6 +156,9 @@ def _epoch_(
     recipe, steps = job.recipe, feed.steps
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)  # loss, right, targets
     lr = 0.0
+    teacher = None
+    if hooks.teacher is not None:
+        teacher = Teacher(hooks.teacher, recipe.labels, recipe.layers, recipe.precision == "bf16")
     penalty = None if hooks.penalty is None else hooks.penalty(epoch)
     for step, (images, y) in enumerate(feed.epoch(epoch)):
         lr = rate(recipe, epoch * steps + step, steps, job.retraining)
@@ -148,7 +166,7 @@ def _epoch_(
             group["lr"] = lr
         x, y = like(model, feed.split.normalise(images.to(engine.device))), y.to(engine.device)
         x = x.contiguous(memory_format=torch.channels_last)
-        with lesson(hooks.teacher, model, x, partial(class_logits, split=feed.split)) as taught:
+        with lesson(teacher, model, x, partial(class_logits, split=feed.split)) as taught:
             output = model(x)
         logits = class_logits(output, feed.split).float()
         loss = _loss(logits, y, recipe.label_smoothing)

@@ -96,6 +96,7 @@ class Engine:
 
 def make_engine(precision: str = "no") -> Engine:
     """`precision`: no, bf16 or fp16 (mixed precision). The processes are those that torchrun or accelerate started."""
+    assert precision != "auto", "steps.py finds out what auto stands for"
     accelerate = need("accelerate", extra="train", purpose="training")
     state = need("accelerate.state", extra="train", purpose="training").AcceleratorState
     if state._shared_state and state().mixed_precision != precision:

@@ -1,7 +1,7 @@
 """Training recipes: every hyperparameter as one frozen value, and the learning rate as a function of it.
 
 `paper:NETWORK` are the tables of the supplement of Liebenwein et al. (2021), one recipe for each network.
-`fast`, `gentle` and `taught` are ours, for few epochs on a CPU. Any field can be replaced:
+`fast`, `gentle`, `taught` and `distilled` are ours, for few epochs on a CPU. Any field can be replaced:
 `change(recipe, epochs="3")`, on the command line `--set epochs=3`.
 """
 
@@ -17,7 +17,8 @@ from rankwise.errors import RankwiseError
 OPTIMIZERS = ("sgd", "rmsprop", "adamw")
 SCHEDULES = ("constant", "steps", "every", "polynomial", "cycle")
 AUGMENTS = ("auto", "none", "shift", "cifar", "imagenet", "voc")  # see augment.py
-PRECISIONS = ("no", "bf16", "fp16")
+PRECISIONS = ("no", "bf16", "fp16", "auto")
+FORMS = ("auto", "factors", "product")  # see `surgery/multiplied.py`
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Recipe:
     `alpha` and `starts` (the paper's n_seed) are for compression: keep αⁱ in round i, random starts of
     Algorithm 1; `mu` and `mu_growth` are for the learning–compression loop (see `lc`). `batch_size` is that of all
     processes together.
+
+    `form` is how pairs are computed: by their factors, or as the product that they stand for, which is the same
+    function; `auto` takes the one that costs less on the device. `norm_decay` puts weight decay on norms and biases
+    too, as the paper does. With a teacher, `labels` is the weight of the loss by labels and `layers` that of the
+    outputs of replaced layers (training/teacher.py). `precision` auto is bf16 where the machine multiplies it faster.
     """
 
     name: str
@@ -67,6 +73,10 @@ class Recipe:
     starts: int = 15
     mu: float = 0.01
     mu_growth: float = 1.5
+    form: str = "auto"
+    norm_decay: bool = True
+    labels: float = 0.1
+    layers: float = 1.0
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -74,6 +84,7 @@ class Recipe:
             ("schedule", SCHEDULES),
             ("augment", AUGMENTS),
             ("precision", PRECISIONS),
+            ("form", FORMS),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -125,6 +136,8 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "retrain": _WHOLE,
     "patience": _WHOLE,
     "starts": (1, math.inf, "a whole number from 1 on"),
+    "labels": (0, math.inf, "a number from 0 on"),
+    "layers": (0, math.inf, "a number from 0 on"),
     "mu": (0, math.inf, "a number from 0 on"),
     "mu_growth": (1, math.inf, "a number from 1 on"),
 }
@@ -215,6 +228,11 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "taught", epochs=3, batch_size=128, lr=1e-3, warmup=0.2, schedule="cycle", optimizer="adamw",
             weight_decay=0.0, augment="auto", retrain=3,
+        ),
+        # With a teacher and more epochs: from its outputs alone, which costs less, at a rate that so many epochs allow.
+        Recipe(
+            "distilled", epochs=15, batch_size=128, lr=3e-3, warmup=1, schedule="cycle", optimizer="adamw",
+            weight_decay=0.0, norm_decay=False, augment="auto", retrain=15, precision="auto", layers=0.0,
         ),
     )
 }  # fmt: skip

@@ -42,10 +42,12 @@ from rankwise.training import resume as states
 from rankwise.training.dataset import Material, open_material
 from rankwise.training.evaluate import evaluate
 from rankwise.training.loop import Hooks, Penalty, TrainingJob, TrainingWatch, retraining, train_, training
+from rankwise.training.precision import settle
 from rankwise.training.processes import Engine, make_engine
 from rankwise.training.recipes import Recipe
 from rankwise.training.results import provenance, write_row
 from rankwise.training.resume import State
+from rankwise.training.teacher import ready
 
 ROW = "row.json"
 LOOPS = ("rounds", "lc")
@@ -85,6 +87,11 @@ class _Session:
         return evaluate(model, self.material.split(self.run.split), share=(engine.rank, engine.world)).to_json()
 
 
+def _settled(run: Run) -> Run:
+    """With the precision that `auto` stands for on this machine."""
+    return replace(run, recipe=replace(run.recipe, precision=settle(run.recipe.precision)))
+
+
 def _open(run: Run, name: str, engine: Engine) -> _Session:
     """With the data that a network of this architecture can read, and the augmentation that fits it."""
     material = open_material(run.data, name, run.recipe.augment, run.size, run.limit)
@@ -98,6 +105,7 @@ def train(
 
     With a `target`, by learning–compression: the network ends near one of that size.
     """
+    run = _settled(run)
     engine = make_engine(run.recipe.precision)
     with _claim(run, engine) as done:
         return _train(spec, run, engine, weights, target) if done is None else done
@@ -132,6 +140,7 @@ def _train(
 
 def retrain(folder: Path, run: Run, base: str | None = None) -> dict[str, Any]:
     """Retrain a compressed folder by the last epochs of the recipe; returns the row."""
+    run = _settled(run)
     engine = make_engine(run.recipe.precision)
     with _claim(run, engine) as done:
         if done is not None:
@@ -140,15 +149,16 @@ def retrain(folder: Path, run: Run, base: str | None = None) -> dict[str, Any]:
         small = networks.build(str(folder), base=base)
         name = base or networks.architecture(str(folder))
         session = _open(run, name, engine)
-        teacher = None if run.teacher is None else _teacher(run.teacher, name, engine)
+        teacher = None if run.teacher is None else _teacher(run.teacher, name, session)
         return _retrain(small, plan, None, session, teacher)
 
 
-def _teacher(weights: Path, spec: str, engine: Engine) -> nn.Module:
+def _teacher(weights: Path, spec: str, session: _Session) -> nn.Module:
     """The original network, with its weights from a file or from a folder that `train` wrote."""
     teacher = networks.build(spec)
     networks.load_weights_(teacher, weights / networks.WEIGHTS if weights.is_dir() else weights)
-    return teacher.to(engine.device).eval()
+    example = torch.zeros(1, *session.material.shape)
+    return ready(teacher.eval(), example, session.run.recipe.layers).to(session.engine.device)
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,7 @@ def iterate(spec: str, run: Run, rounds: Rounds, weights: Path | None = None) ->
     if weights is None and parse(spec).kind != "folder":
         rows.append(train(spec, replace(run, out=run.out / "train")))
         spec = str(run.out / "train")
+    run = _settled(run)
     engine = make_engine(run.recipe.precision)
     session = _open(run, networks.architecture(spec), engine)
     run, material = session.run, session.material
