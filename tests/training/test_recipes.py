@@ -65,7 +65,7 @@ def test_warmup_rises_evenly_and_no_rate_is_negative(name: str, steps: int) -> N
         assert warm[1] == pytest.approx(2 * warm[0])  # linear from 0
 
 
-@pytest.mark.parametrize("name", ["fast", "gentle", "taught", "paper:deeplabv3_resnet50"])
+@pytest.mark.parametrize("name", ["fast", "gentle", "taught", "distilled", "paper:deeplabv3_resnet50"])
 def test_ours_and_the_polynomial_end_at_zero(name: str) -> None:
     r = RECIPES[name]
     rates = [rate(r, step, 100) for step in range(r.epochs * 100)]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.calibration.layer_targets import errors_of, outputs_of, relative, replaced
-from rankwise.training.teacher import SHARE, lesson
+from rankwise.training.teacher import SHARE, Teacher, lesson, ready
 
 
 def network(shape: tuple[int, ...] = ()) -> nn.Sequential:
@@ -29,7 +29,7 @@ X = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("shape", [(), (6, 6)])
 def test_a_teacher_who_says_the_same_adds_nothing(shape: tuple[int, ...]) -> None:
     teacher = network(shape).eval()
-    with lesson(teacher, teacher, X, same) as taught:
+    with lesson(Teacher(teacher), teacher, X, same) as taught:
         logits = teacher(X)
     assert float(taught(torch.tensor(2.0), logits).detach()) == pytest.approx(2.0 * SHARE, abs=1e-6)
 
@@ -41,7 +41,7 @@ def test_it_is_the_formula() -> None:
     names = replaced(small, teacher)
     assert names == [c.name for c in plan.choices]
     assert len(names) > 1
-    with lesson(teacher, small, X, same) as taught:
+    with lesson(Teacher(teacher), small, X, same) as taught:
         logits = small(X)
     label = F.cross_entropy(logits, torch.zeros(8, dtype=torch.long))
     with torch.no_grad():
@@ -87,3 +87,21 @@ def test_a_layer_that_is_called_twice_is_compared_call_by_call() -> None:
 def test_constant_targets_do_not_divide_by_zero() -> None:
     assert bool(torch.isfinite(relative(torch.randn(4, 3), torch.ones(4, 3))))
     assert float(relative(torch.zeros(4, 3), torch.zeros(4, 3))) == 0
+
+
+def test_a_teacher_whose_layers_nobody_looks_at_folds_its_norms() -> None:
+    """The same answers, with hooks on nothing: the loss is then by labels and outputs only."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Flatten(), nn.Linear(16 * 36, 5))
+    teacher[1].running_var.uniform_(0.5, 2.0)
+    teacher.eval()
+    quick = ready(teacher, X[:1], layers=0.0)
+    assert isinstance(quick[1], nn.Identity)
+    assert isinstance(ready(teacher, X[:1], layers=1.0)[1], nn.BatchNorm2d)
+    torch.testing.assert_close(quick(X), teacher(X), rtol=1e-4, atol=1e-5)
+    small, _ = rw.compress(teacher, X[:1], keep=0.5, error="energy")
+    label = torch.tensor(3.0)
+    with lesson(Teacher(quick, labels=0.2, layers=0.0), small, X, same) as taught:
+        logits = small(X)
+    with torch.no_grad():
+        assert float(taught(label, logits)) == pytest.approx(0.6 + float(share_of(logits, teacher(X))), rel=1e-3)

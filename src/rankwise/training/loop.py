@@ -156,21 +156,14 @@ def _epoch_(
     recipe, steps = job.recipe, feed.steps
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)  # loss, right, targets
     lr = 0.0
-    teacher = None
-    if hooks.teacher is not None:
-        teacher = Teacher(hooks.teacher, recipe.labels, recipe.layers, recipe.precision == "bf16")
+    teacher = teacher_for(hooks.teacher, recipe)
     penalty = None if hooks.penalty is None else hooks.penalty(epoch)
     for step, (images, y) in enumerate(feed.epoch(epoch)):
         lr = rate(recipe, epoch * steps + step, steps, job.retraining)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        x, y = like(model, feed.split.normalise(images.to(engine.device))), y.to(engine.device)
-        x = x.contiguous(memory_format=torch.channels_last)
-        with lesson(teacher, model, x, partial(class_logits, split=feed.split)) as taught:
-            output = model(x)
-        logits = class_logits(output, feed.split).float()
-        loss = _loss(logits, y, recipe.label_smoothing)
-        whole = taught(loss + _AUXILIARY * _loss(output["aux"], y, 0.0) if _has_second(output) else loss, logits)
+        y = y.to(engine.device)
+        whole, loss, logits = losses(model, teacher, feed.split, images.to(engine.device), y, recipe.label_smoothing)
         if penalty is not None:
             whole = whole + penalty()
         optimizer.zero_grad()
@@ -189,6 +182,24 @@ def _epoch_(
             f"the loss became {mean} in epoch {epoch + 1}: train with a learning rate below {recipe.lr:g}"
         )
     return {"epoch": epoch + 1, "lr": lr, "loss": mean, "top1": 100 * right / max(seen, 1)}
+
+
+def teacher_for(network: nn.Module | None, recipe: Recipe) -> Teacher | None:
+    """The network that teaches, with the weights and the precision of the recipe."""
+    return None if network is None else Teacher(network, recipe.labels, recipe.layers, recipe.precision == "bf16")
+
+
+def losses(
+    model: nn.Module, teacher: Teacher | None, split: Split, images: Tensor, y: Tensor, smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is made small, the loss by labels alone, and the logits of a batch: images uint8 B×C×H×W, targets int64."""
+    x = like(model, split.normalise(images)).contiguous(memory_format=torch.channels_last)
+    with lesson(teacher, model, x, partial(class_logits, split=split)) as taught:
+        output = model(x)
+    logits = class_logits(output, split).float()
+    loss = _loss(logits, y, smoothing)
+    whole = taught(loss + _AUXILIARY * _loss(output["aux"], y, 0.0) if _has_second(output) else loss, logits)
+    return whole, loss, logits
 
 
 def _loss(logits: Tensor, y: Tensor, smoothing: float) -> Tensor:

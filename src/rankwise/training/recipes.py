@@ -46,6 +46,7 @@ class Recipe:
     function; `auto` takes the one that costs less on the device. `norm_decay` puts weight decay on norms and biases
     too, as the paper does. With a teacher, `labels` is the weight of the loss by labels and `layers` that of the
     outputs of replaced layers (training/teacher.py). `precision` auto is bf16 where the machine multiplies it faster.
+    With `find_lr` a retraining finds lr by a range test first (training/range_test.py), unless lr is given.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Recipe:
     norm_decay: bool = True
     labels: float = 0.1
     layers: float = 1.0
+    find_lr: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -233,6 +235,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "distilled", epochs=15, batch_size=128, lr=3e-3, warmup=1, schedule="cycle", optimizer="adamw",
             weight_decay=0.0, norm_decay=False, augment="auto", retrain=15, precision="auto", layers=0.0,
+            find_lr=True,
         ),
     )
 }  # fmt: skip
@@ -272,6 +275,8 @@ def change(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     (1.0, 5)
     """
     new = {key: _typed(key, value) for key, value in changes.items()}
+    if "lr" in new:
+        new.setdefault("find_lr", False)
     epochs = new.get("epochs", recipe.epochs)
     if epochs != recipe.epochs and epochs >= 0:
         new.setdefault("retrain", min(recipe.retrain, epochs))

@@ -44,6 +44,7 @@ from rankwise.training.evaluate import evaluate
 from rankwise.training.loop import Hooks, Penalty, TrainingJob, TrainingWatch, retraining, train_, training
 from rankwise.training.precision import settle
 from rankwise.training.processes import Engine, make_engine
+from rankwise.training.range_test import find_rate
 from rankwise.training.recipes import Recipe
 from rankwise.training.results import provenance, write_row
 from rankwise.training.resume import State
@@ -268,6 +269,7 @@ def _retrain(
     session: _Session,
     teacher: nn.Module | None = None,
 ) -> dict[str, Any]:
+    session, tried = _with_rate(small, session, teacher)
     run = session.run
     job = retraining(run.recipe, run.seed)
     what = {"kind": "retrain", "model": plan.model, "method": plan.method, "plan": checkpoint.plan_hash(plan)}
@@ -282,10 +284,34 @@ def _retrain(
         **_cuts(plan, plan.before.params, plan.before.macs),
         "params": plan.after.params,
         "macs": plan.after.macs,
+        **({"range_test": tried} if tried else {}),
         **({"warnings": list(plan.warnings)} if plan.warnings else {}),
         **(about or {}),
     }
     return _finish(small, what, facts, state, session)
+
+
+def _with_rate(
+    small: nn.Module, session: _Session, teacher: nn.Module | None
+) -> tuple[_Session, dict[str, Any] | None]:
+    """Where the recipe wants it, with the learning rate of a range test by the first process.
+
+    A retraining that goes on keeps the rate that it began with. Returns what the test saw, None where there was none.
+    """
+    run, engine = session.run, session.engine
+    if not run.recipe.find_lr:
+        return session, None
+    text = None
+    if engine.writes:
+        kept = states.read(run.out)
+        if kept is not None:
+            lr = states.loads(kept, str(run.out / states.FILE)).job["recipe"]["lr"]
+            text = json.dumps({"lr": lr}).encode()
+        else:
+            found = find_rate(small, session.material.fit, run.recipe, teacher, run.seed)
+            text = json.dumps(found.to_json()).encode()
+    tried = files.parse(engine.from_first(text) or b"", "the range test")
+    return replace(session, run=replace(run, recipe=replace(run.recipe, lr=tried["lr"]))), tried
 
 
 @contextmanager
