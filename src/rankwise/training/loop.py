@@ -139,13 +139,13 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
         flat = [p for p in parameters if p.dim() < 2]
         groups = [{"params": [p for p in parameters if p.dim() >= 2]}, {"params": flat, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
-    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+    # Not torch's fused steps: they walk over memory, and the momentum of a training that resumes lies otherwise there.
     if recipe.optimizer == "sgd":
-        return SGD(groups, recipe.lr, recipe.momentum, weight_decay=decay, nesterov=recipe.nesterov, fused=fused)
+        return SGD(groups, recipe.lr, recipe.momentum, weight_decay=decay, nesterov=recipe.nesterov)
     if recipe.optimizer == "rmsprop":
         # MobileNetV2: "decay and momentum are set to 0.9"
         return RMSprop(groups, recipe.lr, alpha=0.9, momentum=recipe.momentum, weight_decay=decay)
-    return AdamW(groups, recipe.lr, betas=(recipe.momentum, 0.999), weight_decay=decay, fused=fused)
+    return AdamW(groups, recipe.lr, betas=(recipe.momentum, 0.999), weight_decay=decay)
 
 
 def _epoch_(
