@@ -29,7 +29,7 @@ _SMOOTH, _BROKEN = 0.9, 3.0  # weight of the past; times the lowest loss, where 
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRate:
     """The rate that was chosen; `rates` that were tried and their smoothed `losses`."""
 
     lr: float
@@ -40,7 +40,9 @@ class Found:
         return {"lr": self.lr, "rates": list(self.rates), "losses": list(self.losses)}
 
 
-def find_rate(model: nn.Module, fit: Split, recipe: Recipe, teacher: nn.Module | None = None, seed: int = 0) -> Found:
+def find_rate(
+    model: nn.Module, fit: Split, recipe: Recipe, teacher: nn.Module | None = None, seed: int = 0
+) -> FoundRate:
     """Try COUNT steps on a copy; the model is left as it is. The same seed gives the same rate."""
     trial = copy_model(model)
     optimizer = make_optimizer(trial, recipe)
@@ -70,7 +72,7 @@ def find_rate(model: nn.Module, fit: Split, recipe: Recipe, teacher: nn.Module |
     return choose(recipe.lr, rates[: len(curve)], curve)
 
 
-def choose(usual: float, rates: list[float], curve: list[float]) -> Found:
+def choose(usual: float, rates: list[float], curve: list[float]) -> FoundRate:
     """Half of the rate with the lowest smoothed loss, within a factor of ten of the usual one.
 
     >>> choose(1.0, [0.1, 1.0, 10.0, 100.0], [4.0, 2.0, 1.0, 90.0]).lr  # not 100: it broke there
@@ -79,7 +81,7 @@ def choose(usual: float, rates: list[float], curve: list[float]) -> Found:
     even = [value for value in smooth(curve) if math.isfinite(value)]
     lowest = min(range(len(even)), key=lambda k: even[k]) if even else 0
     lr = min(max(_BACK * rates[lowest], usual / _LIMIT), usual * _LIMIT)
-    return Found(float(f"{lr:.2g}"), tuple(rates[: len(even)]), tuple(even))
+    return FoundRate(float(f"{lr:.2g}"), tuple(rates[: len(even)]), tuple(even))
 
 
 def smooth(values: list[float]) -> list[float]:
