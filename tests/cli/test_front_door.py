@@ -502,7 +502,7 @@ def test_a_written_network_was_the_one_that_was_scored(monkeypatch: pytest.Monke
 
 
 def test_interrupted_outcome_names_a_folder_that_was_there(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(KeyboardInterrupt, match="as it was"), outcome.interruptible(tmp_path):
         raise KeyboardInterrupt
 

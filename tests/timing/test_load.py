@@ -13,7 +13,6 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.__main__ import main
-from rankwise.cli import outcome as command
 from rankwise.cli import show
 from rankwise.planning.times import Conditions, Times
 from rankwise.timing import cost_model, load, tune
@@ -162,7 +161,7 @@ def test_the_command_line_says_so(
 ) -> None:
     monkeypatch.setattr(load, "load_average", lambda: average)
     monkeypatch.setattr(load, "cores", lambda: 4)
-    monkeypatch.setattr(command, "time_networks", lambda *_: [Measured((1.0, 1.0)), Measured(seconds)])
+    monkeypatch.setattr(load, "time_networks", lambda *_: [Measured((1.0, 1.0)), Measured(seconds)])
     asked = [
         "compress",
         "digits-cnn",

@@ -146,7 +146,7 @@ def weights(data: bytes) -> None:
 
     path = put("model.safetensors", data)
     refused(lambda: networks._trained_network(path))
-    tensors, header = checkpoint._read(path)
+    tensors, header = checkpoint.read_tensors(path)
     checkpoint._load_state_(pair(), tensors, header, path)
 
 

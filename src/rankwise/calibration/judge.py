@@ -15,6 +15,7 @@ from rankwise.planning.plan import Plan
 
 OFF = 2.0  # a prediction is off if it is by this factor
 FEW = 1.5  # a change on new inputs that is so many times that on fitted ones: there were too few of them
+LEAST = 3  # new inputs, to say so
 LITTLE = 1e-3  # changes of the outputs below this share of their variance worry nobody
 
 
@@ -71,7 +72,7 @@ def judged(small: nn.Module, model: nn.Module, plan: Plan, inputs: Inputs, varia
 
 def _too_few(measured: float, fitted: float, inputs: Inputs, what: str) -> list[str]:
     """How many calibration inputs are enough: with fewer, a network is much closer on those that it was fitted to."""
-    if not inputs.real or measured <= max(LITTLE, FEW * fitted):
+    if not inputs.real or len(inputs.last) < LEAST or measured <= max(LITTLE, FEW * fitted):
         return []
     return [
         f"the outputs change by {fitted:.3g} {what} on inputs that the network was fitted to, and by "

@@ -121,6 +121,12 @@ def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return values, vectors
 
 
+def singular(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, σ and Vᵀ of each of (…, n, m), strongest first, by the SVD itself: for many small matrices."""
+    left, sizes, right = torch.linalg.svd(matrices, full_matrices=False)
+    return left, sizes, right
+
+
 def signs(vectors: Tensor) -> Tensor:
     """For every column the sign that makes its largest entry positive."""
     peak = vectors.gather(-2, vectors.abs().argmax(dim=-2, keepdim=True)).squeeze(-2)

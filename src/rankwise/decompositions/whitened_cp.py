@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rankwise.core.fold import fold_for
 from rankwise.core.layer import Layer, canonical
-from rankwise.core.linalg import Array, cholesky, eigenvectors, eye_like, precise
+from rankwise.core.linalg import Array, cholesky, eigenvectors, eye_like, precise, singular
 from rankwise.core.option import Option
 from rankwise.core.parts import Part
 from rankwise.decompositions.base import METRIC, Decomposition, Factors, Sample, Scores, Selection, Target
@@ -244,7 +244,7 @@ def _whole(problem: Problem) -> Found:
     if size <= filters * each:
         same = torch.unflatten(eye_like(problem.moment), 1, (-1, problem.taps))
         return Found(problem.weight, same.sum(2), same.sum(1))
-    left, sizes, right = torch.linalg.svd(torch.unflatten(problem.weight, 1, (-1, problem.taps)), full_matrices=False)
+    left, sizes, right = singular(torch.unflatten(problem.weight, 1, (-1, problem.taps)))
     mine = torch.eye(filters, dtype=sizes.dtype, device=sizes.device)[:, :, None] * sizes
     return Found(mine.flatten(1), left.mT.flatten(0, 1), right.flatten(0, 1))
 
@@ -262,7 +262,7 @@ def strongest(problem: Problem, rank: int) -> tuple[Tensor, Tensor]:
     else:
         values, vectors = eigenvectors(scaled.t() @ scaled)
         rows = values.clamp_min(0).sqrt()[:, None] * vectors.t()
-    left, sizes, right = torch.linalg.svd(torch.unflatten(rows, 1, (-1, problem.taps)), full_matrices=False)
+    left, sizes, right = singular(torch.unflatten(rows, 1, (-1, problem.taps)))
     order = sizes.flatten().argsort(descending=True, stable=True)[:rank]
     encoder, kernel = left.mT.flatten(0, 1)[order], right.flatten(0, 1)[order]
     return encoder.contiguous(), kernel.contiguous()
