@@ -111,24 +111,7 @@ def save(model: nn.Module, plan: Plan, folder: str | Path) -> None:
 
 
 def load(folder: str | Path, model: nn.Module) -> nn.Module:
-    """A compressed copy of `model`, as `save` wrote it. Nothing in the folder is executed.
-
-    Args:
-        folder: what `save` or `rankwise compress` wrote.
-        model: the kind of network that the plan was made for; its weights do not matter.
-
-    Returns:
-        The compressed network, equal to the saved one to the last digit.
-
-    >>> import tempfile, rankwise as rw
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 20))
-    >>> small, plan = rw.compress(model, method="svd", keep=0.7)
-    >>> folder = tempfile.mkdtemp()
-    >>> rw.save(small, plan, folder)
-    >>> sum(p.numel() for p in rw.load(folder, model).parameters()) == plan.after.params
-    True
-    """
+    """A compressed copy of `model`, as `save` wrote it; `models.networks.load` is its public face."""
     plan, tensors, header = _read_both(Path(folder))
     path = weights_in(Path(folder))
     small = copy_model(model)
