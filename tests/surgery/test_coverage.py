@@ -143,9 +143,9 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-class Standardised(nn.Conv2d):
+class Clamped(nn.Conv2d):
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(x, weight - weight.mean(), bias)
+        return super()._conv_forward(x, weight, bias).clamp(min=0)
 
 
 class Scaled(nn.Linear):
@@ -187,7 +187,7 @@ def with_hook(register: str) -> nn.Linear:
 HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
 LEFT_ALONE = {
     "overridden forward": (lambda: Doubled(4, 4), "Doubled changes how Linear works"),
-    "overridden convolution": (lambda: Standardised(4, 4, 3), "Standardised changes how Conv2d works"),
+    "overridden convolution": (lambda: Clamped(4, 4, 3), "Clamped changes how Conv2d works"),
     "forward of the object": (replaced_forward, "forward was replaced"),
     "more parameters": (Scaled, "more than a weight and a bias"),
     "buffer": (with_buffer, "more than a weight and a bias"),

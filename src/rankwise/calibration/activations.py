@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.calibration.padding import without_padding
+from rankwise.core.border import margins, with_zeros
 from rankwise.core.layer import Layer
 from rankwise.core.moments import Moments
 from rankwise.errors import RankwiseError
@@ -134,6 +135,9 @@ def _windows(layer: Layer, given: Tensor) -> Tensor:
 
 def padded(layer: Layer, batch: Tensor) -> Tensor:
     """A batch as the taps of a convolution see it, margins included."""
+    if layer.border:
+        sides = margins(layer.border, batch.shape[2:], layer.kernel, layer.stride, layer.dilation)
+        batch = with_zeros(batch, sides)
     if layer.padding_mode == "zeros":
         return F.pad(batch, [side for both in reversed(_margins(layer)) for side in both])
     for axis, (before, after) in enumerate(_margins(layer)):

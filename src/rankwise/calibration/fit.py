@@ -37,6 +37,7 @@ from rankwise.core.linalg import precise
 from rankwise.core.moments import Moments
 from rankwise.decompositions import METRIC, TOKENS, Target, of
 from rankwise.planning.plan import Choice, Plan
+from rankwise.surgery.effective import weight_of
 from rankwise.surgery.forward import run_example, undisturbed
 from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.lookups import head_swaps
@@ -165,7 +166,7 @@ def _running_mean(network: nn.Module, norm: str) -> Tensor:
 def _weights(model: nn.Module, layer: Layer) -> tuple[Tensor, Tensor]:
     """Weight and bias; no bias is none that adds anything."""
     module: Any = model.get_submodule(layer.name)
-    return module.weight.detach(), torch.zeros(()) if module.bias is None else module.bias.detach()
+    return weight_of(module).detach(), torch.zeros(()) if module.bias is None else module.bias.detach()
 
 
 # ---- in order

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rankwise.core.border import Border
+
 LINEAR_KINDS = ("Linear", "Conv1D")  # Conv1D is the Hugging Face linear layer with a transposed weight
 LOOKUP = "Embedding"  # a linear layer of one-hot inputs: `channels` is the vocabulary, `filters` the width
 
@@ -48,6 +50,9 @@ class Layer:
     aliases: tuple[str, ...] = ()  # other names of the same shared module
     heads: tuple[str, ...] = ()
     head_rows: int = 0
+    border: Border = ()  # zeros around the input, beside the padding; `calls` are of inputs that have them
+    computed: bool = False  # the weight is computed from parameters (standardised), and not one of them
+    gains: int = 0  # entries of the other parameters that it is computed from
 
     @property
     def transposed(self) -> bool:
@@ -81,8 +86,8 @@ class Layer:
 
     @property
     def params(self) -> int:
-        """Entries of the weight; the bias is not touched and not counted here."""
-        return math.prod(self.shape)
+        """Entries of the weight, and of gains that go with it; the bias is not touched and not counted here."""
+        return math.prod(self.shape) + self.gains
 
     @property
     def macs(self) -> int | None:
@@ -92,7 +97,7 @@ class Layer:
         if self.kind == LOOKUP:
             return self.params * self.head_rows
         sizes = [c.inputs if self.transposed else c.outputs for c in self.calls]
-        return self.params * sum(math.prod(s) * c.count for s, c in zip(sizes, self.calls, strict=True))
+        return math.prod(self.shape) * sum(math.prod(s) * c.count for s, c in zip(sizes, self.calls, strict=True))
 
 
 def canonical(weight: Tensor, layer: Layer) -> Tensor:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from rankwise.core import files
+from rankwise.core.border import SAME
 from rankwise.core.layer import Call, Coverage, Layer, Skipped
 from rankwise.core.linalg import Array
 from rankwise.core.measures import ALL_MEASURES
@@ -173,7 +174,7 @@ _LARGEST = 1 << 40  # of a number in a shape
 def _read_layer(data: Any, where: str) -> Layer:
     data = files.typed(data, dict, f"every layer of {where}")
     files.strict(data, Layer.__dataclass_fields__, f"a layer of {where}")
-    calls, padding = data.get("calls"), data.get("padding", [])
+    calls, padding, border = data.get("calls"), data.get("padding", []), data.get("border", [])
     simple: dict[str, Any] = {key: files.field(data, key, str, where) for key in _TEXTS}
     simple |= {key: files.field(data, key, int, where) for key in _COUNTS}
     simple |= {key: files.whole_numbers(files.field(data, key, list, where), f"{key!r} of {where}") for key in _SIZES}
@@ -183,7 +184,12 @@ def _read_layer(data: Any, where: str) -> Layer:
         bias=files.field(data, "bias", bool, where),
         calls=None if calls is None else tuple(_read_call(c, where) for c in files.typed(calls, list, "'calls'")),
         aliases=tuple(files.typed(a, str, f"an alias of {where}") for a in files.field(data, "aliases", list, where)),
+        border=border if isinstance(border, str) else files.whole_numbers(border, f"'border' of {where}"),
+        computed=files.typed(data.get("computed", False), bool, f"'computed' of {where}"),
+        gains=files.typed(data.get("gains", 0), int, f"'gains' of {where}"),
     )
+    if layer.border not in ((), SAME) and (isinstance(border, str) or len(border) != 2 * layer.dims):
+        raise RankwiseError(f"{where} is damaged (the border of a layer is {border}): build the table again")
     numbers = [*layer.kernel, layer.filters, layer.channels, layer.groups]
     if not all(1 <= n <= _LARGEST for n in numbers) or layer.filters % layer.groups or layer.channels % layer.groups:
         raise RankwiseError(f"{where} is damaged (a layer of an impossible shape): build the table again")

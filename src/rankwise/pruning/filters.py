@@ -32,6 +32,7 @@ from rankwise.surgery.forward import Example
 SCORES = ("norm", "sensitivity")
 SEARCHES = ("constant", "sampling", "minimax")
 NOT_CUT = "the budget leaves it whole"
+COMPUTED = "its weight is computed from all of its channels: with fewer it would be another one"
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,7 @@ def _all_layers(
     thin = {entry.name: entry for entry in found}
     skipped = {s.name: s for s in coverage.skipped}
     layers = {part.name: part for part in channels.parts if part.layer is not None}
+    computed = {layer.name: layer for layer in coverage.layers if layer.computed}
     why: dict[str, str] = {}
     for group in channels.groups:
         for name in group.names("out"):
@@ -302,4 +304,7 @@ def _all_layers(
             out.append(Skipped(name, part.kind, whole.params, why.get(name, UNSEEN), whole.macs))
         elif name in skipped:
             out.append(skipped[name])
+        elif name in computed:
+            layer = computed[name]
+            out.append(Skipped(name, layer.kind, layer.params, COMPUTED, layer.macs))
     return tuple(out)

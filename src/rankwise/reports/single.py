@@ -26,6 +26,7 @@ from rankwise.reports.assemble import make_page, plotly_source
 from rankwise.reports.embedded import thin
 from rankwise.reports.html import appearance
 from rankwise.surgery.coverage import OTHER_KIND
+from rankwise.surgery.effective import weight_of
 from rankwise.surgery.modules import describe, kind_of
 from rankwise.training import results
 
@@ -181,8 +182,7 @@ def _jobs(model: nn.Module, plan: Plan) -> Iterator[tuple[bool, float, str, Laye
         module = modules.get(entry.name)
         if module is None or kind_of(module) is None or getattr(entry, "reason", None) == OTHER_KIND:
             continue
-        layer, weight = describe(module, entry.name), module.weight
-        assert isinstance(weight, Tensor), "a layer has a weight"
+        layer, weight = describe(module, entry.name), weight_of(module)
         chosen = entry.fold if isinstance(entry, Choice) else all_folds(layer.dims)[0]
         for fold in all_folds(layer.dims):
             yield fold != chosen, _work(layer, fold), fold, layer, weight

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from rankwise.core.layer import Coverage, Layer, Skipped
 from rankwise.errors import RankwiseError
+from rankwise.surgery.effective import was_tried
 from rankwise.surgery.forward import Example, Observed, observe
 from rankwise.surgery.modules import describe, is_lookup, kind_of, mark_of
 from rankwise.surgery.narrow import narrowed
@@ -228,7 +229,9 @@ def _reason(
         tied = sorted(owners[_place(own)] - {name}) if own is not None else []
         if tied:
             return f"its {what} is tied to {tied[0] or 'the model itself'}"
-    if not module._parameters.keys() <= {"weight", "bias"} or module._buffers or module._modules:
+    if not was_tried(module) and (
+        not module._parameters.keys() <= {"weight", "bias"} or module._buffers or module._modules
+    ):
         return "it holds more than a weight and a bias"
     if "forward" in vars(module):
         return "its forward was replaced on this very module"

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from rankwise.core.layer import LINEAR_KINDS, Call
 from rankwise.errors import RankwiseError
+from rankwise.surgery.effective import form_of, is_plain_on, sizes_with, was_tried
 from rankwise.surgery.hooks import Look, Looks, Seen, watching
 from rankwise.surgery.macs import counter
 from rankwise.surgery.modules import is_lookup, kind_of
@@ -142,6 +143,8 @@ def observe(model: nn.Module, example: Example, layers: dict[str, nn.Module]) ->
     before = {name: watch.before for name, watch in watches.items()}
     with undisturbed(model), watching(model, after, before), _noticing_reads(watches.values()), counted:
         run_example(model, example)
+    for watch in watches.values():
+        watch.check()
     calls = {name: _merge(watch.calls) for name, watch in watches.items()}
     unfit = {name: watch.unfit for name, watch in watches.items() if watch.unfit}
     return Observed(calls, counted.get_total_flops() // 2, unfit)
@@ -154,7 +157,10 @@ class _LayerWatch:
         self.module, self.cls = module, type(module)
         flat = kind_of(module) in LINEAR_KINDS or is_lookup(module)
         self.dims = 0 if flat else len(module.kernel_size)  # type: ignore[arg-type]
+        form = form_of(module) if was_tried(module) else None
+        self.tried, self.border = form is not None, form.border if form else ()
         self.calls: list[Call] = []
+        self.first: tuple[Tensor, Tensor] | None = None  # of a layer that was tried: an input, and what it gave
         self.unfit = ""
         self.running = 0
 
@@ -173,6 +179,11 @@ class _LayerWatch:
     def stop(self) -> None:
         self.module.__class__ = self.cls
 
+    def check(self) -> None:
+        """Whether a layer that was tried on random numbers is the plain one on the example, too."""
+        if self.first is not None and not is_plain_on(self.module, *self.first):
+            self.unfit = "it gives something else than a plain layer for the example"
+
     def before(self, _: Seen) -> None:
         self.running += 1
 
@@ -181,6 +192,10 @@ class _LayerWatch:
         if len(call.args) + len(call.kwargs) > 1:
             self.unfit = "it is called with more than its input"
         before, after = (tuple(t.shape[t.ndim - self.dims :]) for t in (call.given, call.output))
+        if self.tried:
+            before = sizes_with(self.border, self.module, before)
+            if self.first is None:  # copies, for many networks go on in place
+                self.first = call.given[:1].clone(), call.output[:1].clone()
         rows = call.output.shape[: call.output.ndim - self.dims - 1]
         self.calls.append(Call(before, after, int(torch.Size(rows).numel())))
 

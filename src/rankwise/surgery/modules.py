@@ -11,12 +11,9 @@ from torch.nn.utils import skip_init
 
 from rankwise.core.layer import LOOKUP, Layer
 from rankwise.errors import need
+from rankwise.surgery.borders import BORDERED, border_module
+from rankwise.surgery.effective import CONVS, PLAIN_FORM, base_of, form_of
 
-CONVS: dict[str, type[nn.Module]] = {
-    cls.__name__: cls
-    for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-}
-PLAIN: dict[str, type[nn.Module]] = {"Linear": nn.Linear, **CONVS}
 MARK = "rankwise"
 
 
@@ -78,33 +75,16 @@ def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """The kind of a module that can be decomposed: its forward must be the one torch gives that class."""
+    """The kind of a module that can be decomposed: its forward is that of a plain layer, or was tried to be."""
     cls = type(module)
     if cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils":
         return "Conv1D"
-    for kind, known in PLAIN.items():
-        if isinstance(module, known):
-            plain = all(getattr(cls, f, None) is getattr(known, f, None) for f in ("forward", "_conv_forward"))
-            return kind if plain or _only_casts(module) else None
-    return None
+    return None if form_of(module) is None else base_of(module)
 
 
 def is_lookup(module: nn.Module | None) -> bool:
     """Whether it is an embedding that does nothing but look up rows of its weight."""
     return type(module) is nn.Embedding and module.max_norm is None
-
-
-def _only_casts(module: nn.Module) -> bool:
-    """Whether it is timm's linear layer, whose forward is that of torch but for a cast while it is scripted."""
-    cls = type(module)
-    if not isinstance(module, nn.Linear) or cls.__name__ != "Linear" or not cls.__module__.startswith("timm."):
-        return False
-    if module.weight.is_meta or not module.weight.is_floating_point():
-        return False
-    rows = torch.linspace(-2, 2, 2 * module.in_features, device=module.weight.device).reshape(2, -1)
-    with torch.no_grad():
-        rows = rows.to(module.weight.dtype)
-        return torch.equal(module.forward(rows), nn.functional.linear(rows, module.weight, module.bias))
 
 
 def describe(module: nn.Module, name: str) -> Layer:
@@ -116,9 +96,12 @@ def describe(module: nn.Module, name: str) -> Layer:
     bias = m.bias is not None
     if kind == "Conv1D":
         return Layer(name, kind, filters=m.weight.shape[1], channels=m.weight.shape[0], bias=bias)
-    if kind == "Linear":
-        return Layer(name, kind, filters=m.out_features, channels=m.in_features, bias=bias)
     assert kind is not None, f"{name} cannot be described"
+    form = form_of(module) or PLAIN_FORM
+    more: dict[str, Any] = {"bias": bias, "computed": form.computed, "gains": _gains(module) if form.computed else 0}
+    if kind == "Linear":
+        return Layer(name, kind, filters=m.out_features, channels=m.in_features, **more)
+    padding = m.padding if form is PLAIN_FORM else form.padding
     return Layer(
         name,
         kind,
@@ -126,13 +109,19 @@ def describe(module: nn.Module, name: str) -> Layer:
         channels=m.in_channels,
         kernel=tuple(m.kernel_size),
         stride=tuple(m.stride),
-        padding=m.padding if isinstance(m.padding, str) else tuple(m.padding),
+        padding=padding if isinstance(padding, str) else tuple(padding),
         dilation=tuple(m.dilation),
         output_padding=tuple(m.output_padding),
         groups=m.groups,
-        padding_mode=m.padding_mode,
-        bias=bias,
+        padding_mode=m.padding_mode if form is PLAIN_FORM else "zeros",
+        border=form.border,
+        **more,
     )
+
+
+def _gains(module: nn.Module) -> int:
+    """Entries of parameters that a weight is computed from, beside the one that has its name."""
+    return sum(p.numel() for name, p in module._parameters.items() if name not in ("weight", "bias") and p is not None)
 
 
 def mark_of(module: nn.Module) -> dict[str, Any] | None:
@@ -189,7 +178,12 @@ def dense_module(layer: Layer, where: dict[str, Any]) -> Any:
     }
     if layer.transposed:
         args["output_padding"] = layer.output_padding
-    return new(CONVS[layer.kind], layer.channels, layer.filters, **args, **where)
+    border = border_module(layer)
+    if border is None:
+        return new(CONVS[layer.kind], layer.channels, layer.filters, **args, **where)
+    dense = new(BORDERED[layer.kind], layer.channels, layer.filters, **args, **where)
+    dense.border = border
+    return dense
 
 
 _BUILT_WITH: dict[type[nn.Module], str] = {
@@ -213,4 +207,9 @@ def recipe(module: nn.Module) -> Any:
     values = {name: getattr(module, name) for name in names.split()}
     if "bias" in values:
         values["bias"] = values["bias"] is not None
+    form = form_of(module)
+    if form is not None and form is not PLAIN_FORM:
+        if form.border or form.computed:  # no class of torch does what it does
+            return [type(module).__name__, values]
+        values |= {"padding": form.padding, "padding_mode": "zeros"} if "padding" in values else {}
     return [kinds[0] if kinds else type(module).__name__, values]

@@ -16,7 +16,8 @@ from rankwise.core.layer import LINEAR_KINDS, Layer
 from rankwise.core.option import Cost
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Pruned
-from rankwise.surgery.modules import CONVS, MARK, describe, kind_of
+from rankwise.surgery.effective import CONVS
+from rankwise.surgery.modules import MARK, describe, kind_of
 
 # Modules that treat every channel on its own: what comes in is what goes out.
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -61,6 +62,8 @@ def part_of(module: nn.Module, name: str) -> Prunable | None:
     m: Any = module
     if kind_of(module) is not None:
         layer = describe(module, name)
+        if layer.computed:  # from all of its channels: with fewer it would be another weight
+            return None
         return Prunable(name, layer.kind, layer.shape, layer.filters, layer.channels, layer)
     if isinstance(module, NORMS):
         n, each = int(m.num_features), 2 if m.affine else 0

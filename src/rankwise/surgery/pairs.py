@@ -1,8 +1,9 @@
 """Pairs: from a decision to the plain modules that stand in for a layer, and back.
 
 A decomposed layer is an `nn.Sequential` of the parts that its decomposition names (`encoder`, perhaps a `core`,
-`decoder`), all plain torch modules; in front of them a `pad` where the last slice is narrower. Torch has no module for
-a grouped linear layer and none for groups of unequal size (`Branches`); everything else is its own.
+`decoder`), all plain torch modules; in front of them a `pad` where the last slice is narrower, and a `border` of zeros
+where the layer had more than its padding. Torch has no module for a grouped linear layer, none for groups of unequal
+size (`Branches`) and none for zeros by the size of the input (`SamePad`); everything else is its own.
 The pair carries `rankwise`, a dict of plain values that says what it was made from, so that it is not
 decomposed again and can be turned back.
 """
@@ -22,6 +23,7 @@ from rankwise.core.linalg import precise
 from rankwise.core.option import Option
 from rankwise.core.parts import Part
 from rankwise.decompositions import Factors, Target, of
+from rankwise.surgery.borders import border_module
 from rankwise.surgery.modules import MARK, Branches, GroupedLinear, dense_module, mark_of, new, part
 
 
@@ -32,6 +34,9 @@ def build_pair(layer: Layer, option: Option, rank: int, like: nn.Module) -> nn.S
     decomposition = of(option)
     *first, last = decomposition.parts(layer, option, rank)
     modules: OrderedDict[str, nn.Module] = OrderedDict()
+    border = border_module(layer)
+    if border is not None:
+        modules["border"] = border
     wide = int((*first, last)[0].inputs)
     if wide > layer.channels:
         # The last slice is narrower: zeros behind the last channel make it one grouped layer all the same.
@@ -153,7 +158,7 @@ def product(pair: nn.Sequential, read: Callable[[Tensor], Tensor] = lambda weigh
     `read` comes before the product, such as `precise`.
     """
     layer, (_, option, _) = layer_of(pair), decision_of(mark_of(pair) or {})
-    parts = {name: module for name, module in pair.named_children() if not isinstance(module, nn.ConstantPad3d)}
+    parts = {name: module for name, module in pair.named_children() if next(module.parameters(), None) is not None}
     taken = {name: [read(_take(one, layer)) for one in _layers_of(module)] for name, module in parts.items()}
     return of(option).compose(layer, option, taken)
 

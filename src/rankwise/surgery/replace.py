@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from rankwise.decompositions import METRIC, OUTPUTS, TOKENS, Target, of
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Choice, Plan
 from rankwise.surgery.coverage import find_layers
+from rankwise.surgery.effective import weight_of
 from rankwise.surgery.lookups import head_swaps, tied_again
 from rankwise.surgery.modules import describe, is_lookup, kind_of, mark_of
 from rankwise.surgery.narrow import check_entry, narrow_, narrowed, widen_
@@ -118,7 +119,7 @@ def replace_layers_(
                     f"layer {choice.name!r} of the plan is decomposed by what flows through it, which needs "
                     f"calibration data: give some with --data (in Python: compress(..., data=...))"
                 )
-            check_finite(cast(Tensor, model.get_submodule(choice.name).weight), choice.name)
+            check_finite(weight_of(model.get_submodule(choice.name)), choice.name)
     swap: Swap = {}
     for choice, layer in layers:
         if choice.name in later:
@@ -137,7 +138,7 @@ def replace_layers_(
 def target_of(module: nn.Module, layer: Layer, outputs: Moments | None = None) -> Target:
     """A layer with the weight and the bias of its module."""
     old: Any = module
-    return Target(layer, old.weight, getattr(old, "bias", None), outputs=outputs)
+    return Target(layer, weight_of(old), getattr(old, "bias", None), outputs=outputs)
 
 
 def match_layers(model: nn.Module, plan: Plan, coverage: Coverage | None = None) -> list[Match]:
