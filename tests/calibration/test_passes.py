@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.__main__ import main
-from rankwise.calibration import effect_table
+from rankwise.calibration import effect_table, output_metric
 from rankwise.calibration.effect_table import each_influence, needed, passes
 from rankwise.calibration.inputs import CALIBRATION, Inputs
 from rankwise.calibration.output_metric import influences
@@ -125,3 +125,27 @@ def test_calibrate_without_a_number(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main([*flags, "--calibrate", "--seed", "1"]) == 0
     assert len(asked) == 1
     capsys.readouterr()
+
+
+def test_portions_are_parted_without_losing_a_sample() -> None:
+    whole = Inputs([images(7), images(20)], CALIBRATION).halves[0]
+    for count in (0, 3, len(whole), 99):
+        first, others = whole.parted(count)
+        assert len(first) == min(count, len(whole))
+        assert len(first) + len(others) == len(whole)
+        joined = [row for part in (first, others) for batch in part for row in batch]
+        assert torch.equal(torch.stack(joined), torch.cat(list(whole)))  # type: ignore[arg-type]
+    sizes = [len(piece) for piece in whole.pieces(samples=4)]
+    assert sum(sizes) == len(whole)
+    assert max(sizes) == 4
+
+
+def test_gradients_are_taken_in_small_pieces_and_of_no_more_images_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_metric, "GRADIENTS", 12)
+    monkeypatch.setattr(output_metric, "INPUTS", 4)
+    sizes: list[tuple[int, bool]] = []
+    model, x = network(), images()
+    model.register_forward_pre_hook(lambda _, args: sizes.append((len(args[0]), torch.is_grad_enabled())))
+    influences(model, Inputs([x], CALIBRATION), list(rw.find_layers(model, x[:1]).layers), 5_000)
+    assert [size for size, pulled in sizes if pulled] == [4, 2, 4, 2], "of each half six images, at most four at once"
+    assert max(size for size, pulled in sizes if not pulled) > 4

@@ -23,7 +23,7 @@ from rankwise.planning.table import Progress, Table, fingerprint, module_weights
 
 # Layers with more inputs to a filter than this are decomposed without their covariance, which would not fit.
 LARGEST = 5_000
-MEMORY = 2.0**30  # bytes of statistics that are collected at once, beside the network and what a batch takes
+MEMORY = 1.25 * 2.0**30  # bytes of statistics that are collected at once, beside the network and what a batch takes
 
 
 def effect_table(

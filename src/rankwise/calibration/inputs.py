@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from rankwise.surgery.forward import Example, tensors_of
 
 CALIBRATION, SYNTHETIC, NOISE = "calibration", "synthetic", "noise"
 SHRINKAGE = 0.1  # of moments of inputs that are not data, towards the identity, at least
-ENTRIES = 1 << 20  # of a batch of images: 6 of 3×224×224, whose gradients take 1.6 GB in a ResNet50
+ENTRIES = 1 << 22  # of a batch of images: 27 of 3×224×224
 MOST_AT_ONCE = 256  # samples of a batch
 TOKENS = 2048  # of a batch of texts: a vocabulary of 32,000 makes 262 MB of them
 FEWEST = 12  # samples: with fewer, all of them are in the halves
@@ -44,14 +45,17 @@ class Portion:
         for piece in self.pieces():
             yield piece.together()
 
-    def pieces(self, entries: int = ENTRIES) -> Iterator[Portion]:
-        """Portions that run at once, of at most so many entries where they are images; small batches are joined."""
+    def pieces(self, entries: int = ENTRIES, samples: int = MOST_AT_ONCE) -> Iterator[Portion]:
+        """Portions that run at once, of at most so many entries and samples where they are images.
+
+        Small batches are joined.
+        """
         joined: Rows = []
         size, shape = 0, None
         for number, rows in self.rows:
             batch = self.sources[number]
             kind = _kind(batch) if samples_in(batch) > 0 else None
-            most = _at_once(batch, entries)
+            most = _at_once(batch, entries, samples)
             for some in torch.split(rows, most):
                 if joined and (kind is None or kind != shape or size + len(some) > most):
                     yield Portion(self.sources, joined)
@@ -69,6 +73,11 @@ class Portion:
     def __len__(self) -> int:
         return sum(len(rows) for _, rows in self.rows)
 
+    @property
+    def of_images(self) -> bool:
+        """Whether batches can be cut anywhere."""
+        return all(_is_images(self.sources[number]) for number, _ in self.rows)
+
     def source_of(self, sample: int) -> int:
         """The number of the batch that a sample of this portion is from."""
         for number, rows in self.rows:
@@ -79,12 +88,18 @@ class Portion:
 
     def first(self, count: int) -> Portion:
         """At most so many samples, the first ones."""
-        found: Rows = []
+        return self.parted(count)[0]
+
+    def parted(self, count: int) -> tuple[Portion, Portion]:
+        """At most so many samples, the first ones; and the others."""
+        here: Rows = []
+        there: Rows = []
         for number, rows in self.rows:
-            if count > 0:
-                found.append((number, rows[:count]))
-                count -= len(found[-1][1])
-        return Portion(self.sources, found)
+            cut = max(0, min(count, len(rows)))
+            here += [(number, rows[:cut])] if cut else []
+            there += [(number, rows[cut:])] if cut < len(rows) else []
+            count -= cut
+        return Portion(self.sources, here), Portion(self.sources, there)
 
     def __add__(self, other: Portion) -> Portion:
         """The samples of both, those of one batch together."""
@@ -175,16 +190,20 @@ def _by_batch(samples: Tensor, sizes: list[int]) -> Rows:
     return [(b, samples[which == b] - starts[b]) for b in sorted(set(which.tolist()))]
 
 
-def _at_once(batch: Example, entries: int) -> int:
-    """So many samples like those of a batch run at once: gradients of all layers are held."""
+def _at_once(batch: Example, entries: int, samples: int) -> int:
+    """So many samples like those of a batch run at once."""
     count = max(1, samples_in(batch))
     if isinstance(batch, Mapping) and _kind(batch) is not None:
         tokens = sum(t.numel() for t in batch.values() if not t.is_floating_point()) // count
         return max(1, TOKENS // tokens) if tokens else count
-    if not isinstance(batch, Tensor) or batch.ndim != 4:
+    if not _is_images(batch):
         return count
     each = batch.numel() // count
-    return max(1, min(MOST_AT_ONCE, entries // max(1, each)))
+    return max(1, min(samples, entries // max(1, each)))
+
+
+def _is_images(batch: Example) -> TypeGuard[Tensor]:
+    return isinstance(batch, Tensor) and batch.ndim == 4
 
 
 def _kind(batch: Example) -> object:
@@ -226,6 +245,6 @@ def _take_part(value: object, rows: Tensor) -> object:
 
 def _laid_out(batch: Example) -> Example:
     """Images with channels innermost in memory: convolutions on the CPU take half of the time, for the same numbers."""
-    if isinstance(batch, Tensor) and batch.ndim == 4 and batch.is_floating_point():
+    if _is_images(batch) and batch.is_floating_point():
         return batch.contiguous(memory_format=torch.channels_last)
     return batch
