@@ -64,14 +64,15 @@ def _by_count(one: Influence, halves: tuple[_Evidence, _Evidence], least: float)
 
 
 def target_for(layer: Layer, weight: Tensor, one: Influence, least: float) -> Target:
-    """What a layer is fitted to, and the two halves that errors are measured with."""
+    """What a layer is fitted to, and the two halves that errors are measured with; `one` is settled."""
     shares, halves = choose_shares_(layer, weight, one, least), _halves(one)
-    if shares is None or halves is None:
-        return target_of_both(layer, weight, one)
-    samples = tuple(
-        Sample(*fitted.drawn(shares, one.by_token), tested.test_moment, tested.test_metric)
-        for fitted, tested in (halves, halves[::-1])
-    )
+    samples: tuple[Sample, ...] = ()
+    if shares is not None and halves is not None:
+        samples = tuple(
+            Sample(*fitted.drawn(shares, one.by_token), tested.test_moment, tested.test_metric)
+            for fitted, tested in (halves, halves[::-1])
+        )
+    settle_(layer, weight, one, least)
     return replace(target_of_both(layer, weight, one), samples=samples)
 
 
