@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise.core.layer import Layer
 from rankwise.decompositions import DECOMPOSITIONS, Sample, Selection, Target, check_option, whitened_cp
-from rankwise.decompositions.whitened_cp import Problem, _Search, between, fit
-from rankwise.surgery.pairs import build_pair, put_factors_
+from rankwise.decompositions.whitened_cp import Problem, _Search, between, fit, strongest
+from rankwise.surgery.pairs import build_pair, factors_of, put_factors_
 from sentences import check_sentence
 from strategies import cases
 from targets import fill
@@ -65,7 +66,7 @@ def test_full_rank_is_the_same_function(kind: str) -> None:
 
 def test_the_gradient_is_that_of_the_best_decoder() -> None:
     """By finite differences of the loss, whose decoder is fitted anew at each point."""
-    search = _Search(problem(), rank=7)
+    search = _Search(problem(), strongest(problem(), 7))
     loss = search()
     for parameter in (search.encoder, search.kernel):
         slope = parameter.grad
@@ -174,3 +175,30 @@ def test_it_needs_a_kernel() -> None:
     assert CP.score(Target(layer, torch.zeros(8, 8), moment=torch.eye(8)[None]), Selection()).given == {}
     check_sentence(lambda: check_option(layer, CP.option(layer), "layer 'x'"))
     assert CP.name in DECOMPOSITIONS
+
+
+def test_a_search_goes_on_from_factors_that_are_near() -> None:
+    """Begun with what was built before, a few steps are never behind it, and ahead of as many from nothing."""
+    random = torch.Generator().manual_seed(4)
+    module = nn.Conv2d(12, 16, 3, padding=1).double()
+    layer = layer_of(module, torch.zeros(1, 12, 8, 8, dtype=torch.float64))
+    rows = torch.randn(400, 108, generator=random, dtype=torch.float64)
+    target = Target(layer, module.weight, moment=(rows.t() @ rows / 400)[None])
+    option = CP.option(layer)
+    built = CP.factors(target, option, 20)
+    pair = build_pair(layer, option, 20, module)
+    put_factors_(pair, built, layer)
+    read = factors_of(pair)
+    for name, weights in built.weights.items():
+        assert torch.allclose(read.weights[name][0], weights[0])
+
+    def lost(found: Tensor) -> float:
+        gap = (module.weight - found).detach().flatten(1)
+        return float((gap @ target.moment[0] * gap).sum()) if target.moment is not None else 0.0
+
+    again = CP.factors(replace(target, start=read), option, 20)
+    [one] = whitened_cp._problems(target)
+    fresh = fit(one, 20, whitened_cp.SCORED, whitened_cp.WORK[0]).weight.reshape(module.weight.shape)
+    before, after = (lost(CP.compose(layer, option, f.weights)) for f in (built, again))
+    assert after <= before * 1.0001
+    assert after < lost(fresh)

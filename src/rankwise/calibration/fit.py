@@ -18,8 +18,9 @@ Of both networks the one that is closer to the original on inputs that neither o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ from rankwise.surgery.effective import weight_of
 from rankwise.surgery.forward import run_example, undisturbed
 from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.lookups import head_swaps
-from rankwise.surgery.pairs import build_pair, fill_pair_, merge_pair, put_factors_
+from rankwise.surgery.pairs import build_pair, factors_of, fill_pair_, merge_pair, put_factors_
 from rankwise.surgery.replace import copy_model, match_layers, replace_layers_, swap_modules_, target_of
 
 Task = tuple[Choice, Layer]
@@ -124,22 +125,19 @@ def _fit_closed_(small: nn.Module, model: nn.Module, choice: Choice, layer: Laye
         inputs = [precise(mean) for mean in one.means]
         outputs = [through(weight, layer, mean) + precise(bias) for mean in inputs]
         means = Means((inputs[0], inputs[1]), (outputs[0], outputs[1]))
-    pair = _put_(small, choice, layer, target_of_both(layer, weight, one))
+    old = small.get_submodule(layer.name)
+    pair = _fitted(old, choice, target_of_both(layer, weight, one))
+    swap_modules_(small, {old: pair})
     _make_up_(small, model, pair, layer, one, means)
 
 
-def _put_(small: nn.Module, choice: Choice, layer: Layer, target: Target) -> Any:
-    """Put the pair in place of the layer, or behind its gate, fitted; its bias is that of the layer."""
-    there = small.get_submodule(layer.name)
-    old: Any = there.inner if isinstance(there, Gate) else there
+def _fitted(old: Any, choice: Choice, target: Target) -> Any:
+    """The pair for a layer; its bias is that of the layer."""
+    layer = target.layer
     pair: Any = build_pair(layer, choice.option, choice.rank, old)
     put_factors_(pair, of(choice.option).factors(target, choice.option, choice.rank), layer)
     if layer.bias:
         pair[-1].bias.data.copy_(old.bias)
-    if isinstance(there, Gate):
-        there.inner = pair
-    else:
-        swap_modules_(small, {old: pair})
     return pair
 
 
@@ -186,31 +184,29 @@ def _fit_in_order_(
         if layer.name not in order:
             swap_modules_(small, {small.get_submodule(layer.name): copy_model(closed.get_submodule(layer.name))})
     ordered = sorted((task for task in tasks if task[1].name in order), key=lambda task: order[task[1].name])
-    for _, layer in ordered:
-        old = small.get_submodule(layer.name)
-        swap_modules_(small, {old: Gate(layer.name, old)})
+    gates = {layer.name: Gate(layer.name, small.get_submodule(layer.name)) for _, layer in ordered}
+    swap_modules_(small, {gate.inner: gate for gate in gates.values()})
     looks = {layer.name: partial(_wait_behind, layer.name) for _, layer in ordered}
     means: dict[str, Tensor] = {}
     with undisturbed(model), undisturbed(small), watching(model, looks), tracks() as running:
         crowd = Crowd(model, small, inputs, running)
         for choice, layer in ordered:
-            one = influence[layer.name]
+            one, gate = influence[layer.name], gates[layer.name]
             sums = crowd.gather(layer)
+            near: Any = closed.get_submodule(layer.name)
             if sums is None:
-                gate: Any = small.get_submodule(layer.name)
-                gate.inner = copy_model(closed.get_submodule(layer.name))
+                gate.become(copy_model(near))
                 continue
             weight, bias = _weights(model, layer)
             target, gaps = wanted_target(sums, weight, bias, layer, one)
-            pair = _put_(small, choice, layer, target)
+            pair = _fitted(gate.inner, choice, replace(target, start=factors_of(near, precise)))
             _make_up_(small, model, pair, layer, one, gaps)
+            gate.become(pair, merge_pair(pair) if math.prod(layer.kernel) > 1 else pair)
             if one.norm and gaps is not None:
                 means[one.norm] = _running_mean(small, one.norm).clone()
     for norm, mean in means.items():  # buffers were put back as they had been before
         _running_mean(small, norm).copy_(mean)
-    for _, layer in ordered:
-        gate = small.get_submodule(layer.name)
-        swap_modules_(small, {gate: gate.inner})
+    swap_modules_(small, {gate: gate.final for gate in gates.values()})
 
 
 def _wait_behind(name: str, call: Seen) -> None:

@@ -24,7 +24,7 @@ from rankwise.surgery.forward import run_example
 HELD = 1 << 30  # bytes of activations that passes may hold at a layer
 PIECE = 1 << 22  # entries of images that run at once
 LIVE = 6  # tensors like a layer's input that a pass of both networks holds there, about
-ROWS, LEAST = 32, 32  # patches for each dimension over all inputs, and of each input at least
+ROWS, LEAST = 16, 16  # patches for each dimension over all inputs, and of each input at least
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,11 +96,22 @@ def wait_at(name: str, seen: Tensor) -> None:
 
 
 class Gate(nn.Module):
-    """Stands before a layer of a network: passes wait here, and then go through whatever is behind it by then."""
+    """Stands before a layer of a network: passes wait here, and then go through whatever is behind it by then.
+
+    `final` is what takes its place in the end; `inner` may be another module for the same function, if that is faster.
+    """
 
     def __init__(self, name: str, inner: nn.Module) -> None:
         super().__init__()
         self.name, self.inner = name, inner
+        self._final = [inner]  # in a list, so that the network has it once
+
+    @property
+    def final(self) -> nn.Module:
+        return self._final[0]
+
+    def become(self, final: nn.Module, inner: nn.Module | None = None) -> None:
+        self._final, self.inner = [final], final if inner is None else inner
 
     def forward(self, given: Tensor) -> Any:
         wait_at(self.name, given)

@@ -65,6 +65,7 @@ class Target:
     metric: Tensor | None = None  # S (G, f/G, f/G): an error δ of the outputs costs ‖S δ‖²
     samples: tuple[Sample, ...] = ()  # on which errors are measured; without any, on `moment` and `metric` themselves
     tokens: object = None  # of an embedding: what its uses say (embedding.py)
+    start: Factors | None = None  # of the same option and rank, for a search to begin with
 
     def measured(self) -> tuple[Sample, ...]:
         """The samples; what was fitted to itself where there are none."""

@@ -14,6 +14,7 @@ gradient is that of A at its best, and one product P M serves both. A ridge on A
 component, keeps components from growing against each other.
 
 *Start.* The right singular vectors of S W are channels × taps; their own singular vectors give the strongest products.
+A search may also begin with factors that are known to be near.
 *Curves.* Ranks of one decomposition are no part of those of another, so some ranks are fitted, each on one part of the
 inputs and measured on the other; the logarithm of the error is interpolated between them.
 """
@@ -43,6 +44,9 @@ WORK = 1e11, 3e11  # multiply-adds to spend on a rank that is scored, and on one
 LEAST = 4  # steps, whatever they cost
 RIDGE = 1e-5
 WIDE = 384  # from this many entries of a patch on, numbers are single
+
+
+Start = tuple[Tensor, Tensor]  # B (R, c) and K (R, taps)
 
 
 class WhitenedCP(Decomposition):
@@ -107,7 +111,9 @@ class WhitenedCP(Decomposition):
     def factors(self, target: Target, option: Option, rank: int) -> Factors:
         layer = target.layer
         problems = _problems(_with_moment(target))
-        found = [fit(problem, rank, BUILT, WORK[1]) for problem in problems]
+        starts = _starts(target.start, layer.groups)
+        effort = (BUILT, WORK[1]) if target.start is None else (SCORED, WORK[0])
+        found = [fit(problem, rank, *effort, start) for problem, start in zip(problems, starts, strict=True)]
         decoder, encoder, kernel = (torch.stack(p) for p in zip(*(one.balanced() for one in found), strict=True))
         ones, g = (1,) * layer.dims, layer.groups
         return Factors(
@@ -218,14 +224,22 @@ def fits(problem: Problem, grid: list[int]) -> list[Found]:
     return [fit(problem, rank, SCORED, WORK[0]) for rank in grid]
 
 
-def fit(problem: Problem, rank: int, steps: int, work: float) -> Found:
-    """L-BFGS over B and K from the strongest products; the best point that was seen."""
+def _starts(start: Factors | None, groups: int) -> list[Start | None]:
+    """B and K for each group, of factors that `factors` gave."""
+    if start is None:
+        return [None] * groups
+    encoder, kernel = start.weights["encoder"][0], start.weights["kernel"][0]
+    return list(zip(encoder.flatten(2), kernel.reshape(groups, encoder.shape[1], -1), strict=True))
+
+
+def fit(problem: Problem, rank: int, steps: int, work: float, start: Start | None = None) -> Found:
+    """L-BFGS over B and K from the start, or the strongest products; the best point that was seen."""
     size = problem.weight.shape[1]
     if rank >= min(size, len(problem.weight) * min(problem.taps, size // problem.taps)):
         return _whole(problem)
     each = rank * size * (size + rank + 2 * len(problem.weight))
     steps = int(min(steps, max(LEAST, work / max(1, each))))
-    search = _Search(problem, rank)
+    search = _Search(problem, start or strongest(problem, rank))
     if search.total > 0:
         solver = torch.optim.LBFGS(
             [search.encoder, search.kernel],
@@ -271,9 +285,9 @@ def strongest(problem: Problem, rank: int) -> tuple[Tensor, Tensor]:
 class _Search:
     """The loss as a function of B and K, as L-BFGS asks for it, with the gradient in closed form."""
 
-    def __init__(self, problem: Problem, rank: int) -> None:
+    def __init__(self, problem: Problem, start: Start) -> None:
         self.problem = problem
-        encoder, kernel = strongest(problem, rank)
+        encoder, kernel = (part.detach().to(problem.weight).clone() for part in start)
         self.encoder, self.kernel = encoder.requires_grad_(), kernel.requires_grad_()
         scaled = problem.scaled
         self.aim = scaled @ problem.moment  # S W M

@@ -157,10 +157,15 @@ def product(pair: nn.Sequential, read: Callable[[Tensor], Tensor] = lambda weigh
 
     `read` comes before the product, such as `precise`.
     """
-    layer, (_, option, _) = layer_of(pair), decision_of(mark_of(pair) or {})
+    _, option, _ = decision_of(mark_of(pair) or {})
+    return of(option).compose(layer_of(pair), option, factors_of(pair, read).weights)
+
+
+def factors_of(pair: nn.Sequential, read: Callable[[Tensor], Tensor] = lambda weight: weight) -> Factors:
+    """The weights that `put_factors_` wrote, canonical."""
+    layer = layer_of(pair)
     parts = {name: module for name, module in pair.named_children() if next(module.parameters(), None) is not None}
-    taken = {name: [read(_take(one, layer)) for one in _layers_of(module)] for name, module in parts.items()}
-    return of(option).compose(layer, option, taken)
+    return Factors({name: [read(_take(one, layer)) for one in _layers_of(module)] for name, module in parts.items()})
 
 
 def merge_pair(pair: nn.Sequential) -> nn.Module:
