@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -58,20 +59,39 @@ def change_of(model: nn.Module, small: nn.Module, inputs: Batches, variance: flo
 
     Of networks that end in a vocabulary: the divergence of probabilities in nats for each position (objective.py).
     """
-    lost, count = 0.0, 0
-    with undisturbed(model), undisturbed(small):
+    return changes_of(model, [small], inputs, variance)[0]
+
+
+def changes_of(model: nn.Module, others: list[nn.Module], inputs: Batches, variance: float) -> list[float]:
+    """`change_of` for each of some networks; the original runs once."""
+    lost, count = [0.0] * len(others), 0
+    with undisturbed(model), ExitStack() as calm:
+        for small in others:
+            calm.enter_context(undisturbed(small))
         for batch in inputs:
-            answers = [_floats(run_example(net, batch)) for net in (model, small)]
-            logits = logits_in(model, answers[0])
-            if logits is not None:
-                lost += 2 * divergence(logits, answers[1][_index(answers[0], logits)])
-                count += len(logits)
-                continue
-            wanted, given = (flat_answer(answer) for answer in answers)
-            if wanted is not None and given is not None:
-                lost += float((given.double() - wanted.to(given.device).double()).square().sum())
-                count += len(wanted)
-    return lost / max(1, count) / variance
+            wanted = _floats(run_example(model, batch))
+            logits = logits_in(model, wanted)
+            count += len(logits) if logits is not None else _rows(wanted)
+            for i, small in enumerate(others):
+                given = _floats(run_example(small, batch))
+                if logits is not None:
+                    lost[i] += 2 * divergence(logits, given[_index(wanted, logits)])
+                else:
+                    lost[i] += _distance(wanted, given)
+    return [one / max(1, count) / variance for one in lost]
+
+
+def _rows(answer: list[Tensor]) -> int:
+    flat = flat_answer(answer)
+    return 0 if flat is None else len(flat)
+
+
+def _distance(wanted: list[Tensor], given: list[Tensor]) -> float:
+    """‖out − out°‖², summed over inputs."""
+    one, other = flat_answer(wanted), flat_answer(given)
+    if one is None or other is None:
+        return 0.0
+    return float((other.double() - one.to(other.device).double()).square().sum())
 
 
 def _floats(output: object) -> list[Tensor]:

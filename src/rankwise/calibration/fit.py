@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.calibration.answers import change_of
+from rankwise.calibration.answers import changes_of
 from rankwise.calibration.in_order import Crowd, Means, through, wanted_target
 from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
@@ -97,7 +97,7 @@ def apply_fitted(
     if not len(inputs.check):
         return Fit(ordered, None, True)
     variance = next(iter(influence.values())).variance
-    changes = [change_of(model, small, inputs.check, variance) for small in (closed, ordered)]
+    changes = changes_of(model, [closed, ordered], inputs.check, variance)
     if changes[1] <= changes[0]:
         return Fit(ordered, changes[1], True, changes[0])
     return Fit(closed, changes[0], False, changes[0])

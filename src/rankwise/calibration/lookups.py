@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.calibration.influence import Half, Influence
+from rankwise.calibration.objective import Pull
 from rankwise.core.layer import Layer
 from rankwise.core.linalg import precise
 from rankwise.core.moments import Moments, square
@@ -43,14 +44,14 @@ class Lookups:
         self._calls: list[tuple[str, Tensor]] = []
 
     def looks(self) -> dict[str, Look]:
-        return {name: partial(self._look, name) for name in self.uses}
+        return {name: partial(self.look, name) for name in self.uses}
 
     def start(self, half: int) -> None:
         """Before a batch of this half."""
         self.half = half
         self._calls.clear()
 
-    def _look(self, name: str, call: Seen) -> Tensor | None:
+    def look(self, name: str, call: Seen) -> Tensor | None:
         side = self.uses[name][self.half]
         if name in self._lookups:
             size = len(call.module.weight)  # type: ignore[arg-type]
@@ -65,23 +66,24 @@ class Lookups:
         output: Tensor = call.output
         kept = output if output.requires_grad else output.detach().requires_grad_()
         self._calls.append((name, kept))
-        return kept.clone()
+        return kept.clone() if name in self._lookups else None  # logits are large, and nobody works on them in place
 
     @property
     def outs(self) -> list[Tensor]:
         """What gradients are to be taken of."""
         return [kept for _, kept in self._calls]
 
-    def add(self, gradients: Sequence[Tensor | None], inputs: int) -> None:
+    def add(self, gradients: Sequence[Tensor | Pull | None], inputs: int) -> None:
         for (name, _), gradient in zip(self._calls, gradients, strict=True):
             side = self.uses[name][self.half]
             if gradient is None:
                 continue
-            rows = gradient.flatten(0, -2).float()
-            if name in self._lookups:
-                side.columns = side.columns + square(rows[None])[0]
+            if isinstance(gradient, Pull):
+                side.rows = side.rows + gradient.squares()
+            elif name in self._lookups:
+                side.columns = side.columns + square(gradient.flatten(0, -2).float()[None])[0]
             else:
-                side.rows = side.rows + rows.square().sum(0)
+                side.rows = side.rows + torch.linalg.vector_norm(gradient.flatten(0, -2).float(), dim=0).square()
             side.inputs += inputs
 
     def influences(self, model: nn.Module) -> dict[str, Influence]:

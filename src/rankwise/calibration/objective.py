@@ -16,12 +16,16 @@ A network ends in a vocabulary if the last axis of its first output is as long a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rankwise.surgery.forward import Example, tensors_of
 
 TOP = 256
+AT_ONCE = 1 << 20  # logits whose probabilities are computed together: what stays in a cache
 
 
 def vocabulary(model: nn.Module) -> int:
@@ -49,19 +53,56 @@ def by_token(batch: Example, answer: list[Tensor]) -> bool:
     return any(t.shape == first.shape[:2] for t in tensors_of(batch))
 
 
-def pull_of_probabilities(logits: Tensor, random: torch.Generator) -> Tensor:
-    """v of the shape of the logits, with E[v vᵀ] = F at every position."""
-    given = logits.detach().float()
-    values, places = given.topk(min(TOP, given.shape[-1]), dim=-1)
-    share = (values.logsumexp(-1, keepdim=True) - given.logsumexp(-1, keepdim=True)).exp()
-    q = values.softmax(-1)
+@dataclass(frozen=True, eq=False)
+class Pull:
+    """v at some positions: the entries that are not zero (positions, TOP), and which tokens they are of."""
+
+    values: Tensor
+    places: Tensor
+    shape: torch.Size  # of the logits
+
+    def dense(self) -> Tensor:
+        found: Tensor = self.values.new_zeros(len(self.values), self.shape[-1]).scatter_(-1, self.places, self.values)
+        return found.reshape(self.shape)
+
+    def squares(self) -> Tensor:
+        """Σ v² over positions, for each token."""
+        found = self.values.new_zeros(self.shape[-1])
+        return found.index_add_(0, self.places.flatten(), self.values.square().flatten())
+
+    def behind(self, weight: Tensor) -> Tensor:
+        """vᵀW: the gradient at what a head with this weight gets."""
+        found = F.embedding_bag(self.places, weight.float(), per_sample_weights=self.values, mode="sum")
+        return found.reshape(*self.shape[:-1], -1)
+
+
+def draw(logits: Tensor, random: torch.Generator) -> Pull:
+    """v with E[v vᵀ] = F at every position."""
+    rows = logits.detach().flatten(0, -2)
+    found = [_largest(some) for some in torch.split(rows, max(1, AT_ONCE // rows.shape[-1]))]
+    p, places = (torch.cat(parts) for parts in zip(*found, strict=True))
+    share = p.sum(-1, keepdim=True)
+    q = p / share
     root = q.sqrt() * torch.randn(q.shape, generator=random).to(q)
-    drawn = share.sqrt() * (root - q * root.sum(-1, keepdim=True))
-    found: Tensor = torch.zeros_like(given).scatter_(-1, places, drawn)
-    return found.to(logits)
+    return Pull(share.sqrt() * (root - q * root.sum(-1, keepdim=True)), places, logits.shape)
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, places = logits.float().log_softmax(-1).topk(min(TOP, logits.shape[-1]), dim=-1)
+    return values.exp(), places
+
+
+def pull_of_probabilities(logits: Tensor, random: torch.Generator) -> Tensor:
+    """v of the shape of the logits."""
+    return draw(logits, random).dense().to(logits)
 
 
 def divergence(wanted: Tensor, given: Tensor) -> float:
     """Σ over positions of KL(p ‖ p̂), in nats."""
-    p, q = wanted.float().log_softmax(-1), given.to(wanted.device).float().log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).double().sum())
+    size = max(1, AT_ONCE // wanted.shape[-1])
+    both = zip(*(torch.split(t.to(wanted.device).flatten(0, -2), size) for t in (wanted, given)), strict=True)
+    return sum(_divergence(p.float().log_softmax(-1), q.float().log_softmax(-1)) for p, q in both)
+
+
+def _divergence(p: Tensor, q: Tensor) -> float:
+    return float(F.kl_div(q, p, reduction="none", log_target=True).sum(-1).double().sum())

@@ -33,14 +33,15 @@ from torch import Tensor, nn
 
 from rankwise.calibration.activations import check_finite, check_some, patch_size, patches, patches_at, spots_of
 from rankwise.calibration.answers import Spread, add_answers, variance_of
+from rankwise.calibration.heads import HeadCall, Heads, is_copy
 from rankwise.calibration.influence import Half, Influence
 from rankwise.calibration.inputs import CALIBRATION, Inputs, Portion
 from rankwise.calibration.lookups import Lookups
-from rankwise.calibration.objective import by_token, logits_in, pull_of_probabilities
-from rankwise.core.layer import LOOKUP, Layer
-from rankwise.core.moments import square
+from rankwise.calibration.objective import Pull, by_token, draw, logits_in, pull_of_probabilities
+from rankwise.core.layer import LINEAR_KINDS, LOOKUP, Layer
+from rankwise.core.moments import Moments, add_square_, square
 from rankwise.errors import RankwiseError
-from rankwise.surgery.forward import Batches, Example, run_example, tensors_of, undisturbed
+from rankwise.surgery.forward import Batches, Example, run_before, run_example, tensors_of, undisturbed
 from rankwise.surgery.fuse import followers
 from rankwise.surgery.hooks import Seen, watching
 
@@ -82,6 +83,7 @@ def influences(
                     if means:
                         _find_means(model, batch, layers, found)
                     looks = {la.name: partial(walk.look, la) for la in layers}
+                    hung.enter_context(watching(model, walk.heads.looks()))
                     hung.enter_context(watching(model, {**looks, **walk.lookups.looks()}))
                 walk.add_answers(walk.run(batch, number))
     check_some(walk.batch)
@@ -116,23 +118,43 @@ class _Walk:
         self.lookups = lookups
         self.answers: dict[int, Spread] = {}
         self.predictions = [0, 0]  # inputs, and positions with probabilities of a vocabulary
+        self.heads = Heads(model)
+        self.head: str | None = None  # gives the logits: where no gradients are taken it need not run
         self.alone = False  # an output for every token: positions are taken one by one
         self.batch = self.half = 0
         self.piece = Portion([], [])
         self.drawn, self.tokens = [0, 0], [0, 0]  # that gradients were taken of, by halves
         self.calls: dict[str, list[tuple[Tensor, Tensor]]] = {}  # inputs and outputs
+        self.same: tuple[Tensor | None, object, Moments] = (None, None, Moments())  # the last input, and its moments
 
     def look(self, layer: Layer, call: Seen) -> Tensor | None:
-        one = self.found[layer.name]
-        rows = self.rows(layer, call.given.detach(), call.output.detach())
-        self.check_finite(rows, layer.name)
-        one.halves[self.half].seen.add_quickly(rows if one.whole else rows.reshape(len(rows), -1, 1))
+        self.see(layer, call)
         if not torch.is_grad_enabled():
             return None
         output: Tensor = call.output
         kept = output if output.requires_grad else output.detach().requires_grad_()
         self.calls.setdefault(layer.name, []).append((call.given.detach(), kept))
-        return kept.clone()  # what follows may work in place
+        # What follows may work in place; logits are large, and nobody does so there.
+        return None if layer.name in self.heads.names else kept.clone()
+
+    def see(self, layer: Layer, call: Seen) -> None:
+        """Add what a layer gets. What layers get one after the other (q, k, v; gate, up) is summed up once."""
+        one, given = self.found[layer.name], call.given
+        seen = one.halves[self.half].seen
+        mine = (given._version, one.whole and layer.kind in LINEAR_KINDS)
+        if self.same[0] is given and self.same[1] == mine and mine[1]:
+            seen.merge_(self.same[2])
+            return
+        rows = self.rows(layer, given.detach(), None if call.output is None else call.output.detach())
+        self.check_finite(rows, layer.name)
+        rows = rows if one.whole else rows.reshape(len(rows), -1, 1)
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        if 2 * rows.shape[1] < rows.shape[2]:
+            seen.add_quickly(rows)
+            return
+        sums = Moments.of(rows)
+        seen.merge_(sums)
+        self.same = (given, mine, sums)
 
     def check_finite(self, rows: Tensor, name: str) -> None:
         """Refuse NaN and infinity, with the number of the batch that they come from."""
@@ -141,17 +163,23 @@ class _Walk:
             each = max(1, len(bad) // max(1, len(self.piece)))
             check_finite(rows, 1 + self.piece.source_of(int(bad.nonzero()[0]) // each), name)
 
-    def rows(self, layer: Layer, given: Tensor, output: Tensor) -> Tensor:
+    def rows(self, layer: Layer, given: Tensor, output: Tensor | None) -> Tensor:
         """Some of the patches (G, n, d), at places drawn for the batch."""
         wanted = max(LEAST, math.ceil(ROWS * patch_size(layer) / max(1, self.count)))
-        return patches_at(layer, given, spots_of(layer, given, output, wanted, self.random))
+        place = given if output is None else output  # that of a linear layer is that of its input
+        return patches_at(layer, given, spots_of(layer, given, place, wanted, self.random))
 
     def run(self, batch: Example, half: int) -> list[Tensor]:
         """The network's outputs. Gradients are taken of the first inputs only."""
         self.batch, self.half = self.batch + 1, half
         self.calls.clear()
         self.lookups.start(half)
-        with torch.set_grad_enabled(2 * self.drawn[half] < GRADIENTS and 2 * self.tokens[half] < TOKENS):
+        self.heads.start()
+        if self.head is not None and not self.wants_gradients(half):
+            run_before(self.model, batch, self.head, self.look_at_head)
+            self.count_samples(half, len(self.piece))
+            return []
+        with torch.set_grad_enabled(self.wants_gradients(half)):
             answer = [t for t in tensors_of(run_example(self.model, batch)) if t.is_floating_point()]
             self.count_predictions(answer)
             self.alone = by_token(batch, answer)
@@ -160,14 +188,30 @@ class _Walk:
                 self.drawn[half] += inputs
                 self.tokens[half] += answer[0][..., 0].numel() if self.alone else 0
                 self._add_metrics(answer, inputs)
+        self.count_samples(half, inputs)
+        return answer
+
+    def look_at_head(self, call: Seen) -> None:
+        """What a head gets, before it runs."""
+        layer = next((la for la in self.layers if la.name == self.head), None)
+        if layer is not None:
+            self.see(layer, call)
+        elif self.head in self.lookups.uses:
+            self.lookups.look(self.head, call)
+
+    def wants_gradients(self, half: int) -> bool:
+        return 2 * self.drawn[half] < GRADIENTS and 2 * self.tokens[half] < TOKENS
+
+    def count_samples(self, half: int, inputs: int) -> None:
         for layer in self.layers:
             self.found[layer.name].halves[half].samples += inputs
             self.found[layer.name].by_token = self.alone
-        return answer
 
     def _add_metrics(self, answer: list[Tensor], inputs: int) -> None:
         reached = [(layer, call) for layer in self.layers for call in self.calls.get(layer.name, [])]
         logits = logits_in(self.model, answer)
+        head = self.heads.of(logits)
+        self.head = None if head is None else head.name
         tracked = [t for t in (answer if logits is None else [logits]) if t.requires_grad]
         if not tracked or not (reached or self.lookups.outs):
             raise RankwiseError(
@@ -177,21 +221,35 @@ class _Walk:
             mine = self.found[layer.name]
             calls = self.calls.get(layer.name, [])
             mine.is_output = layer.group_filters > MOST_OUTPUTS or (
-                len(calls) == len(answer) == 1 and _is_copy(answer[0], calls[0][1])
+                len(calls) == len(answer) == 1 and is_copy(answer[0], calls[0][1])
             )
-        for _ in range(DRAWS):
-            drawn: list[Tensor] = [(self._pull(t, logits) * t).sum() for t in tracked]
-            outs = [call[1] for _, call in reached] + self.lookups.outs
-            total = torch.stack([one.to(drawn[0]) for one in drawn]).sum()
-            found = torch.autograd.grad(total, outs, retain_graph=True, allow_unused=True)
+        outs = [call[1] for _, call in reached] + self.lookups.outs
+        for draws in range(DRAWS, 0, -1):
+            found = self._gradients(tracked, outs, logits, head, draws > 1)
             self.lookups.add(found[len(reached) :], inputs)
             gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
             for (layer, (given, _)), gradient in zip(reached, found[: len(reached)], strict=True):
                 if gradient is not None:
-                    gradients.setdefault(layer.name, []).append((given, gradient))
+                    dense = gradient.dense() if isinstance(gradient, Pull) else gradient
+                    gradients.setdefault(layer.name, []).append((given, dense))
             for layer in self.layers:
                 if layer.name in gradients:
                     self._add_metric(layer, gradients.pop(layer.name), inputs)
+
+    def _gradients(
+        self, tracked: list[Tensor], outs: list[Tensor], logits: Tensor | None, head: HeadCall | None, again: bool
+    ) -> list[Tensor | Pull | None]:
+        """Those of v · output at `outs`; at the logits themselves it is v."""
+        if head is None:
+            pulls = [self._pull(t, logits) for t in tracked]
+            return list(torch.autograd.grad(tracked, outs, pulls, retain_graph=again, allow_unused=True))
+        pull = draw(head.output, self.random)
+        before = [out for out in outs if out is not head.output]
+        behind = pull.behind(head.weight).to(head.given)
+        found: Iterator[Tensor | None] = iter(())
+        if before:
+            found = iter(torch.autograd.grad(head.given, before, behind, retain_graph=again, allow_unused=True))
+        return [pull if out is head.output else next(found) for out in outs]
 
     def _pull(self, output: Tensor, logits: Tensor | None) -> Tensor:
         """v, by which an output is multiplied before gradients are taken."""
@@ -234,7 +292,7 @@ class _Walk:
         single = 0.0
         for _, gradient, share in pairs:
             flat = gradient.flatten(1, 2)
-            half.metric = half.metric.to(flat) + share * square(flat)
+            half.metric = add_square_(half.metric, flat, share)
             single += share * float(flat.square().sum())
         if layer.transposed or not one.whole or self.alone:
             return
@@ -285,20 +343,6 @@ def _gammas(given: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     moment = given.flatten(1, 2).transpose(1, 2) @ (pull @ given).flatten(1, 2)
     outer = gradient.flatten(1, 2).transpose(1, 2) @ (alike @ gradient).flatten(1, 2)
     return moment, outer
-
-
-def _is_copy(answer: Tensor, kept: Tensor) -> bool:
-    """Whether the network gives what the layer gave, untouched: the copy that the hook put in its place."""
-    made = answer.grad_fn
-    while made is not None and type(made).__name__ in _SAME:
-        if type(made).__name__ == "CloneBackward0":
-            source = made.next_functions[0][0]
-            return source is kept.grad_fn or getattr(source, "variable", None) is kept
-        made = made.next_functions[0][0]
-    return False
-
-
-_SAME = ("CloneBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "AliasBackward0")
 
 
 def _find_means(model: nn.Module, batch: Example, layers: list[Layer], found: dict[str, Influence]) -> None:

@@ -21,25 +21,40 @@ class Moments:
     scatter: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0, dtype=torch.float64))
 
     def add(self, samples: Tensor) -> None:
-        """Merge samples (G, n, d): the exact update for two sets with different means."""
-        self._add(precise(samples))
+        """Merge samples (G, n, d) in double precision."""
+        self.merge_(Moments.of(precise(samples)))
+
+    @classmethod
+    def of(cls, samples: Tensor) -> Moments:
+        """Of samples (G, n, d) alone, in their own precision: single is far below the noise of sampling."""
+        n = samples.shape[1]
+        if not n:
+            return cls()
+        mean = samples.mean(dim=1)
+        return cls(n, mean, square(samples - mean[:, None]))
 
     def add_quickly(self, samples: Tensor) -> None:
-        """The same in single precision, unless samples are given in double: far below the noise of sampling."""
-        self._add(samples.detach() if samples.dtype == torch.float64 else samples.detach().float())
-
-    def _add(self, samples: Tensor) -> None:
-        groups, n, d = samples.shape
-        if not n:
+        """Merge samples in their own precision, few of them in place."""
+        n, d = samples.shape[1:]
+        if not self.count or 2 * n >= d or samples.dtype != self.scatter.dtype:
+            self.merge_(Moments.of(samples))
             return
         mean = samples.mean(dim=1)
-        centred = samples - mean[:, None]
-        scatter = square(centred)
+        add_square_(self.scatter, samples - mean[:, None])
+        self._shift(n, mean)
+
+    def merge_(self, other: Moments) -> None:
+        """Add another set to this one: the exact update for two sets with different means."""
+        if not other.count:
+            return
         if not self.count:
-            self.mean, self.scatter = scatter.new_zeros(groups, d), torch.zeros_like(scatter)
-        shift = mean - self.mean
-        total = self.count + n
-        self.scatter += scatter
+            self.mean, self.scatter = torch.zeros_like(other.mean), torch.zeros_like(other.scatter)
+        self.scatter += other.scatter
+        self._shift(other.count, other.mean)
+
+    def _shift(self, n: int, mean: Tensor) -> None:
+        """The rest of a merge with n samples of this mean, whose scatter is added already."""
+        shift, total = mean - self.mean, self.count + n
         self.scatter.baddbmm_(shift[:, :, None], shift[:, None, :], alpha=self.count * n / total)
         self.mean = self.mean + shift * (n / total)
         self.count = total
@@ -64,6 +79,13 @@ class Moments:
     def second_moment(self) -> Tensor:
         """E[x xᵀ], (G, d, d): what the error of a layer without a mean correction is measured with."""
         return torch.baddbmm(self.covariance, self.mean[:, :, None], self.mean[:, None, :])
+
+
+def add_square_(total: Tensor, rows: Tensor, share: float = 1.0) -> Tensor:
+    """`total` + share · AᵀA of (G, n, d); few rows are added in place, since writing d × d is what takes time then."""
+    if total.ndim and 2 * rows.shape[1] < rows.shape[2] and total.dtype == rows.dtype and total.device == rows.device:
+        return total.baddbmm_(rows.transpose(1, 2), rows, alpha=share)
+    return total.to(rows) + share * square(rows)
 
 
 def square(rows: Tensor) -> Tensor:

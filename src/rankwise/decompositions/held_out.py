@@ -32,10 +32,22 @@ def trailing(products: Tensor) -> Array:
     return leading(products.flip(0, 1))[::-1].copy()
 
 
-def symmetric_root(square: Tensor) -> tuple[Tensor, Tensor]:
-    """The symmetric root of a positive semi-definite matrix, and its inverse where it has one."""
-    values, vectors = eigenvectors(square)
-    return root_from(values, vectors)
+def any_root(square: Tensor) -> tuple[Tensor, Tensor]:
+    """R with RᵀR a positive semi-definite matrix, and its inverse where it has one: by Cholesky, or symmetric."""
+    root, info = torch.linalg.cholesky_ex(square, upper=True)
+    if not int(info):
+        return root, _inverse(root)
+    return root_from(*eigenvectors(square))
+
+
+def _inverse(root: Tensor) -> Tensor:
+    """Of a triangular root; of a symmetric one where it has one."""
+    found: Tensor
+    if bool(root.tril(-1).any()):
+        found = torch.linalg.pinv(root, hermitian=True)
+    else:
+        found = torch.linalg.solve_triangular(root, eye_like(root), upper=True)
+    return found
 
 
 def root_from(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,13 +62,13 @@ def projection_errors(
 ) -> Array:
     """Of Δ = (1 − P) for projections P on the strongest directions, tr(outer' Δ inner' Δᵀ) by rank.
 
-    `root` is that of the outer matrix and its inverse (None: the identity); the directions U are those of
-    root · inner · root, and P = root⁻¹ U Uᵀ root. With inner = W M Wᵀ and the metric outside these are the outputs'
-    directions; with inner = Wᵀ SᵀS W and M outside they are the inputs'.
+    `root` is R with RᵀR the outer matrix, and its inverse (None: the identity); the directions U are those of
+    R · inner · Rᵀ, and P = R⁻¹ U Uᵀ R. With inner = W M Wᵀ and the metric outside these are the outputs' directions;
+    with inner = Wᵀ SᵀS W and M outside they are the inputs'.
     """
-    gram = inner if root is None else root[0] @ inner @ root[0]
+    gram = inner if root is None else root[0] @ inner @ root[0].t()
     directions = eigenvectors((gram + gram.t()) / 2)[1]
-    one, other = (directions, directions) if root is None else (root[1] @ directions, root[0] @ directions)
+    one, other = (directions, directions) if root is None else (root[1] @ directions, root[0].t() @ directions)
     outside = one.t() @ (one if outer_test is None else outer_test @ one)
     inside = other.t() @ (inner_test @ other)
     return trailing(outside * inside)
@@ -67,12 +79,12 @@ def whole_slice_errors(
 ) -> Array:
     """One group, one slice, all taps in the encoder: the optimum in closed form, on the smaller side of W (f, d)."""
     if len(weight) <= weight.shape[1]:
-        root = None if metric is None else (metric, torch.linalg.pinv(metric, hermitian=True))
+        root = None if metric is None else (metric, _inverse(metric))
         return projection_errors(root, weight @ moment @ weight.t(), test_metric, weight @ test_moment @ weight.t())
     left = weight if metric is None else metric @ weight
     inner = left.t() @ left
     inner_test = weight.t() @ (weight if test_metric is None else test_metric @ weight)
-    return projection_errors(symmetric_root(moment), inner, test_moment, inner_test)
+    return projection_errors(any_root(moment), inner, test_moment, inner_test)
 
 
 def total(rows: Tensor, blocks: Tensor, metric: Tensor | None) -> float:

@@ -106,6 +106,22 @@ def run_until(model: nn.Module, example: Example, after: Looks, enough: Callable
             raise
 
 
+def run_before(model: nn.Module, example: Example, name: str, look: Look) -> None:
+    """Run the example up to a module, which is looked at before it runs; it and what follows do not run."""
+    mine = object()
+
+    def stop(call: Seen) -> None:
+        look(call)
+        raise _Enough(mine)
+
+    try:
+        with watching(model, before={name: stop}):
+            run_example(model, example)
+    except _Enough as found:
+        if found.run is not mine:
+            raise
+
+
 def tensors_of(output: object) -> list[Tensor]:
     """Every tensor in what a network gives: itself, or inside tuples, lists and dicts."""
     if isinstance(output, Tensor):

@@ -120,6 +120,8 @@ def followers(model: nn.Module, example: Example) -> dict[str, str]:
             after[name] = partial(made, name)
         elif isinstance(module, NORMS) and module.running_mean is not None:
             before[name] = partial(read, name)
+    if not before:
+        return {}
     with undisturbed(model), watching(model, after, before):
         run_example(model, example)
     makers = {id(out): name for name, out in outputs}  # the lists keep the tensors, so no id comes twice
