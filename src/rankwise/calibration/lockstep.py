@@ -7,8 +7,6 @@ of them runs at a time.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.core.memory import give_back
+
 _HERE = threading.local()
-_LIBC = ctypes.CDLL(None) if hasattr(ctypes, "CDLL") and os.name == "posix" else None
 
 
 class _Dropped(BaseException):
@@ -60,7 +59,7 @@ class Track:
         self.stop, self.seen = stop, None
         self._go.release()
         self._back.acquire()
-        _give_back()
+        give_back()
         if self._error is not None:
             raise self._error
         return self.seen
@@ -79,13 +78,6 @@ class Track:
             self._go.release()
             self._back.acquire()
         self._thread.join()
-
-
-def _give_back() -> None:
-    """Free memory goes back to the system: the C library keeps a heap for each thread, and would keep it full."""
-    trim = getattr(_LIBC, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def wait_at(name: str, seen: Tensor) -> None:

@@ -39,6 +39,7 @@ from rankwise.calibration.inputs import CALIBRATION, Inputs, Portion
 from rankwise.calibration.lookups import Lookups
 from rankwise.calibration.objective import Pull, by_token, draw, logits_in, pull_of_probabilities
 from rankwise.core.layer import LINEAR_KINDS, LOOKUP, Layer
+from rankwise.core.memory import give_back
 from rankwise.core.moments import Moments, add_square_, square
 from rankwise.errors import RankwiseError
 from rankwise.surgery.forward import Batches, Example, run_before, run_example, tensors_of, undisturbed
@@ -53,6 +54,7 @@ UNFOLDED = 1 << 24  # entries of patches at a time
 GRADIENTS, TOKENS = 256, 8192  # inputs, or tokens of them, that gradients are taken of
 INPUTS, PATCHES = 64, 1 << 24  # inputs, or entries of patches, that Γ of a layer is taken of, in each half
 DRAWS = 1
+TRIMMED = 8  # batches after which free memory goes back to the system
 MOST_OUTPUTS = 8192  # of a layer with a metric of its own: one of a vocabulary would not fit into memory
 
 
@@ -86,6 +88,8 @@ def influences(
                     hung.enter_context(watching(model, walk.heads.looks()))
                     hung.enter_context(watching(model, {**looks, **walk.lookups.looks()}))
                 walk.add_answers(walk.run(batch, number))
+                if walk.batch % TRIMMED == 0:
+                    give_back()
     check_some(walk.batch)
     variance = walk.lookups.variance = walk.unit()
     for one in found.values():
