@@ -15,6 +15,7 @@ from rankwise.calibration.effect_table import each_influence, needed, passes
 from rankwise.calibration.inputs import CALIBRATION, Inputs
 from rankwise.calibration.output_metric import influences
 from rankwise.cli.flags import read_inputs
+from rankwise.core import linalg
 from rankwise.methods import FEWEST, MOST, affordable
 from sentences import check_sentence
 
@@ -149,3 +150,16 @@ def test_gradients_are_taken_in_small_pieces_and_of_no_more_images_than_needed(m
     influences(model, Inputs([x], CALIBRATION), list(rw.find_layers(model, x[:1]).layers), 5_000)
     assert [size for size, pulled in sizes if pulled] == [4, 2, 4, 2], "of each half six images, at most four at once"
     assert max(size for size, pulled in sizes if not pulled) > 4
+
+
+@pytest.mark.parametrize("wide", [1, 10**6])
+def test_wide_layers_are_fitted_in_single_precision(wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From so many inputs to a filter on; the network is nearly the same."""
+    x = images(96)
+    nets = []
+    for limit in (wide, 10**6):
+        monkeypatch.setattr(linalg, "WIDE", limit)
+        nets.append(rw.compress(network(), x[:1], keep=0.6, data=[x])[0])
+    with torch.no_grad():
+        one, other = (net(x) for net in nets)
+    assert torch.allclose(one, other, atol=0.02 * float(other.std()))

@@ -15,6 +15,7 @@ from rankwise.calibration.shrinkage import settle_, target_for
 from rankwise.core.fold import all_folds
 from rankwise.core.layer import LOOKUP, Coverage, Layer
 from rankwise.core.linalg import check_finite
+from rankwise.core.memory import give_back
 from rankwise.core.option import Option
 from rankwise.decompositions import DECOMPOSITIONS, METRIC, PLAIN, TOKENS, Selection, Target
 from rankwise.decompositions.held_out import plain_errors
@@ -74,6 +75,7 @@ def each_influence(
             yield layer, one
             if layer.kind != LOOKUP:
                 settle_(layer, weights[layer.name], one, inputs.least)
+            give_back()
 
 
 def passes(layers: list[Layer], limit: float) -> list[list[Layer]]:

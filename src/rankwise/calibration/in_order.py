@@ -15,7 +15,7 @@ from rankwise.calibration.inputs import Inputs, Portion
 from rankwise.calibration.lockstep import Track
 from rankwise.calibration.shrinkage import target_of_both
 from rankwise.core.layer import Layer, canonical, stored
-from rankwise.core.linalg import precise
+from rankwise.core.linalg import cholesky, precise, working
 from rankwise.core.moments import square
 from rankwise.decompositions import Target
 from rankwise.decompositions.whitened import shrunk
@@ -24,6 +24,7 @@ from rankwise.surgery.forward import run_example
 HELD = 1 << 30  # bytes of activations that passes may hold at a layer
 PIECE = 1 << 22  # entries of images that run at once
 LIVE = 6  # tensors like a layer's input that a pass of both networks holds there, about
+TINY = 1e-9  # of the mean, added to the diagonal of moments
 ROWS, LEAST = 16, 16  # patches for each dimension over all inputs, and of each input at least
 
 
@@ -174,14 +175,13 @@ class _PairSums:
 
     def centred(self, centred: bool, offset: Tensor | None) -> _Blend:
         """Without means, or without the bias `offset` that stays as it is."""
-        square, cross, inputs, outputs = (
-            precise(s) / self.count for s in (self.square, self.cross, self.inputs, self.outputs)
-        )
+        square = working(self.square) / self.count
+        cross, inputs, outputs = (s.to(square) / self.count for s in (self.cross, self.inputs, self.outputs))
         if centred:
             square = square - inputs[:, :, None] * inputs[:, None, :]
             cross = cross - outputs[:, :, None] * inputs[:, None, :]
         elif offset is not None:
-            cross = cross - offset[:, :, None] * inputs[:, None, :]
+            cross = cross - offset[:, :, None].to(cross) * inputs[:, None, :]
         return _Blend(square, cross, inputs, outputs)
 
 
@@ -199,10 +199,11 @@ def wanted_target(
         return replace(full, moment=shrunk((halves[0].square + halves[1].square) / 2, shares.moment)), None
     means = None
     if one.centred:
-        means = Means((halves[0].inputs, halves[1].inputs), (halves[0].outputs.flatten(), halves[1].outputs.flatten()))
+        (x, y), (x2, y2) = ((precise(half.inputs), precise(half.outputs).flatten()) for half in halves)
+        means = Means((x, x2), (y, y2))
     square, cross = (halves[0].square + halves[1].square) / 2, (halves[0].cross + halves[1].cross) / 2
     if bool((square.diagonal(dim1=1, dim2=2).sum(1) > 0).all()):
-        halved = shares.halved()
+        halved, plain = shares.halved(), plain.to(square)
         solved = [_solved(h.square, h.cross, plain, halved.moment) for h in halves]
         share = _useful(plain, solved, halves, full.metric)
         plain = plain + share * (_solved(square, cross, plain, shares.moment) - plain)
@@ -213,8 +214,8 @@ def _solved(moment: Tensor, cross: Tensor, plain: Tensor, share: float) -> Tenso
     """W* (G, f/G, d), drawn towards W as the moment is towards the identity."""
     whole = shrunk(moment, max(share, 1e-4))
     wanted = (1 - share) * cross + plain @ (whole - (1 - share) * moment)
-    solved: Tensor = torch.linalg.solve(whole, wanted.transpose(1, 2)).transpose(1, 2)
-    return solved
+    roots = [cholesky(one, TINY * float(one.diagonal().mean())) for one in whole]
+    return torch.stack([torch.cholesky_solve(y.t(), root).t() for y, root in zip(wanted, roots, strict=True)])
 
 
 def _useful(plain: Tensor, solved: list[Tensor], halves: list[_Blend], metric: Tensor | None) -> float:
@@ -224,6 +225,7 @@ def _useful(plain: Tensor, solved: list[Tensor], halves: list[_Blend], metric: T
     1 / (1 + q / 2).
     """
     curve = slope = 0.0
+    metric = None if metric is None else metric.to(plain)
     for fitted, tested in ((0, 1), (1, 0)):
         step = solved[fitted] - plain
         weighed = step if metric is None else metric.mT @ (metric @ step)

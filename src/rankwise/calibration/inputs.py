@@ -25,7 +25,7 @@ from rankwise.surgery.forward import Example, tensors_of
 
 CALIBRATION, SYNTHETIC, NOISE = "calibration", "synthetic", "noise"
 SHRINKAGE = 0.1  # of moments of inputs that are not data, towards the identity, at least
-ENTRIES = 1 << 22  # of a batch of images: 27 of 3×224×224
+ENTRIES = 1 << 21  # of a batch of images: 13 of 3×224×224
 MOST_AT_ONCE = 256  # samples of a batch
 TOKENS = 2048  # of a batch of texts: a vocabulary of 32,000 makes 262 MB of them
 FEWEST = 12  # samples: with fewer, all of them are in the halves

@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 OWN = "network"  # the device that the weights are on
 # Matrices from this size on go to LAPACK one by one: it works on a copy.
 LARGE = 128
-WIDE = 2048  # moments of so many dimensions are computed with in float32
+WIDE = 512  # moments of so many dimensions are computed with in float32
 LARGEST = 1e140  # float64 ends at 1.8e308, and Gram matrices hold sums of squares
 JITTERS = (1.0, 10.0, 100.0, 1000.0)
 

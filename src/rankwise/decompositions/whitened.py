@@ -104,14 +104,18 @@ def offered(layer: Layer, options: list[Option]) -> list[Option]:
     one for each channel (a depthwise encoder); a wide one is taken whole, since whitened-cp is ahead there, and folds
     that leave taps to the decoder take minutes. A filter of a depthwise layer is no matrix.
     """
-    size = layer.group_channels * math.prod(layer.kernel)
     if layer.groups > 1 and layer.group_filters == 1:
         return []
     if math.prod(layer.kernel) == 1:
-        return [option for option in options if option.slices == 1 or size <= NARROW]
-    if size > WIDE:
+        return [option for option in options if option.slices == 1 or layer.group_channels <= NARROW]
+    if is_wide(layer):
         return [option for option in options if option.slices == 1 and option.fold == all_folds(layer.dims)[0]]
     return [option for option in options if option.slices in (1, *FEW, layer.group_channels)]
+
+
+def is_wide(layer: Layer) -> bool:
+    """Whether fits to its moments take long."""
+    return layer.group_channels * math.prod(layer.kernel) > WIDE
 
 
 def worth_fitting(target: Target, options: list[Option]) -> list[Option]:

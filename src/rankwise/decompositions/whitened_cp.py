@@ -16,7 +16,8 @@ component, keeps components from growing against each other.
 *Start.* The right singular vectors of S W are channels × taps; their own singular vectors give the strongest products.
 A search may also begin with factors that are known to be near.
 *Curves.* Ranks of one decomposition are no part of those of another, so some ranks are fitted, each on one part of the
-inputs and measured on the other; the logarithm of the error is interpolated between them.
+inputs and measured on the other; the logarithm of the error is interpolated between them. Of a wide layer fewer ranks
+are fitted, and one way only.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from rankwise.core.option import Option
 from rankwise.core.parts import Part
 from rankwise.decompositions.base import METRIC, Decomposition, Factors, Sample, Scores, Selection, Target
 from rankwise.decompositions.tucker import has_taps
+from rankwise.decompositions.whitened import is_wide
 from rankwise.errors import RankwiseError
 
 SHARES = (0.06, 0.14, 0.28, 0.48, 0.75)  # of the largest useful rank: where a curve is fitted
+COARSE = (0.1, 0.3, 0.7)  # the same where a fit takes long
 SCORED, BUILT = 20, 60  # steps of L-BFGS at most
 WORK = 1e11, 3e11  # multiply-adds to spend on a rank that is scored, and on one that is built
 LEAST = 4  # steps, whatever they cost
@@ -95,8 +98,9 @@ class WhitenedCP(Decomposition):
             return Scores()
         option = self.option(layer)
         grid = self.grid(layer, option)
-        found = np.sum([_curve(target, sample, grid) for sample in target.measured()], axis=0)
-        curve = between(found / max(1, len(target.measured())), grid, self.full_rank(layer, option))
+        samples = target.measured()[:1] if is_wide(layer) else target.measured()
+        found = np.mean([_curve(target, sample, grid) for sample in samples], axis=0)
+        curve = between(found, grid, self.full_rank(layer, option))
         return Scores(given={option: {"effect": curve}})
 
     def grid(self, layer: Layer, option: Option) -> list[int]:
@@ -106,7 +110,7 @@ class WhitenedCP(Decomposition):
             if by_rank is not None and whole:
                 most = max(most, int(by_rank.searchsorted(whole)) - 1)
         most = min(most, self.full_rank(layer, option))
-        return sorted({max(1, round(share * most)) for share in SHARES})
+        return sorted({max(1, round(share * most)) for share in (COARSE if is_wide(layer) else SHARES)})
 
     def factors(self, target: Target, option: Option, rank: int) -> Factors:
         layer = target.layer

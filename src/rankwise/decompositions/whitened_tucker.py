@@ -13,7 +13,6 @@ directions for these encoders, as long as the error falls. So what is built is n
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -61,7 +60,7 @@ class WhitenedTucker(tucker.Cored):
 
     def score(self, target: Target, selection: Selection) -> Scores:
         layer = target.layer
-        if not is_possible(layer) or is_wide(layer) or selection.folds != "all" or selection.slices != "all":
+        if not is_possible(layer) or whitened.is_wide(layer) or selection.folds != "all" or selection.slices != "all":
             return Scores()
         found = [sample_errors(target, sample) for sample in target.measured()]
         errors = np.minimum.accumulate(np.maximum(0.0, np.mean(found, axis=0)), axis=1)
@@ -78,11 +77,6 @@ DECOMPOSITION = WhitenedTucker()
 
 def is_possible(layer: Layer) -> bool:
     return tucker.has_taps(layer) and not layer.transposed and min(layer.group_filters, layer.group_channels) > 1
-
-
-def is_wide(layer: Layer) -> bool:
-    """Whether a fit takes minutes; whitened-cp is ahead there."""
-    return layer.group_channels * math.prod(layer.kernel) > whitened.WIDE
 
 
 def start(layer: Layer) -> Option:
