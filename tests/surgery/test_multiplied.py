@@ -47,3 +47,14 @@ def test_auto_multiplies_convolutions_that_are_not_tiny() -> None:
     assert kinds
     assert set(kinds) == {"Conv2d"}
     assert not pairs_to_multiply(small, "factors")
+
+
+@pytest.mark.parametrize(("width", "stride", "multiplied_by_auto"), [(64, 1, False), (64, 2, True), (8, 1, True)])
+def test_auto_counts_what_depthwise_parts_cost(width: int, stride: int, multiplied_by_auto: bool) -> None:
+    """Wide layers run as 1×1, depthwise, 1×1; narrow ones, and strided depthwise parts, as one whole convolution."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(width, width, 3, stride, padding=1))
+    small, _ = rw.compress(model, torch.randn(1, width, 8, 8), method="cp", keep=0.4)
+    pairs = pairs_to_multiply(small, "product")
+    assert len(pairs) == 1
+    assert pairs_to_multiply(small) == (pairs if multiplied_by_auto else [])

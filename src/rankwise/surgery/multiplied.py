@@ -18,17 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from rankwise.core.layer import Layer
 from rankwise.surgery.modules import dense_module, mark_of
 from rankwise.surgery.pairs import layer_of, product
 
 _LEAST = 0.15  # of the whole layer's weights; a pair with fewer is left as it is
+_PASS = 35  # multiply-adds of a whole convolution in the time that one channel between depthwise parts takes
 
 
 def pairs_to_multiply(model: nn.Module, form: str = "auto") -> list[nn.Sequential]:
     """Pairs that are computed as their product: all for `product`, none for `factors`.
 
     `auto` takes convolutions along two axes on a CPU whose parts hold at least 15 % of the whole layer's weights: about
-    where the two take equally long on ResNet20 (docs/training.md). A GPU and a linear layer like the smaller product.
+    where the two take equally long on ResNet20 (docs/training.md). With a depthwise part it counts what both cost. A
+    GPU and a linear layer like the smaller product.
     """
     pairs = [m for m in model.modules() if isinstance(m, nn.Sequential) and mark_of(m) is not None]
     if form != "auto":
@@ -38,8 +41,23 @@ def pairs_to_multiply(model: nn.Module, form: str = "auto") -> list[nn.Sequentia
 
 def _pays(pair: nn.Sequential) -> bool:
     layer, first = layer_of(pair), next(pair.parameters())
-    held = sum(p.numel() for p in pair.parameters() if p.dim() > 1)
-    return first.device.type == "cpu" and layer.kind == "Conv2d" and held >= _LEAST * layer.params
+    if first.device.type != "cpu" or layer.kind != "Conv2d":
+        return False
+    parts = [module for module in pair if isinstance(module, nn.Conv2d)]
+    if any(part.groups == part.in_channels > 1 for part in parts):
+        return _beats_depthwise(layer, parts)
+    return sum(p.numel() for p in pair.parameters() if p.dim() > 1) >= _LEAST * layer.params
+
+
+def _beats_depthwise(layer: Layer, parts: list[nn.Conv2d]) -> bool:
+    """Whether one whole convolution takes less time than 1×1, depthwise, 1×1: by multiply-adds for an output pixel.
+
+    A strided depthwise convolution has no fast way back in torch: it takes longer than everything else together.
+    """
+    if any(part.groups > 1 and max(part.stride) > 1 for part in parts):
+        return True
+    between = sum(part.out_channels for part in parts[:-1])
+    return layer.params <= sum(part.weight.numel() for part in parts) + _PASS * between
 
 
 @contextmanager
