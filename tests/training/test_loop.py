@@ -12,7 +12,9 @@ from rankwise.data import splits
 from rankwise.errors import RankwiseError
 from rankwise.models.networks import build
 from rankwise.training.evaluate import evaluate
-from rankwise.training.loop import fit_
+from rankwise.training.loop import Hooks, fit_, train_, training
+from rankwise.training.processes import make_engine
+from rankwise.training.recipes import Recipe
 
 pytest.importorskip("sklearn")
 
@@ -105,3 +107,16 @@ def test_refusals(train: splits.Split, how: dict[str, float], says: str) -> None
 def test_classes_have_to_fit(train: splits.Split) -> None:
     with pytest.raises(RankwiseError, match="classes apart"):
         fit_(fresh("digits-cnn?num_classes=4"), train, epochs=1)
+
+
+@pytest.mark.parametrize("norms", ["batch", "running"])
+def test_running_norms_keep_their_statistics_and_learn_their_scales(train: splits.Split, norms: str) -> None:
+    model = build("resnet20?in_channels=1&image_size=8")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    recipe = Recipe("short", 1, 32, 0.01, augment="none", retrain=1, norms=norms)
+    train_(model, train.thin(64), training(recipe), make_engine(), Hooks())
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    kept = {name for name in before if name.endswith(("running_mean", "running_var"))}
+    assert kept.isdisjoint(changed) if norms == "running" else kept <= changed
+    assert {"bn1.weight", "bn1.bias"} <= changed
+    assert all(module.training for module in model.modules()), "modes are as before"

@@ -7,7 +7,8 @@ learning-rate rewinding is e − r … e; resuming is a later start. The rest is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from rankwise.data.augment import IGNORED
@@ -97,7 +99,7 @@ def train_(model: nn.Module, split: Split, job: TrainingJob, engine: Engine, hoo
     devices = range(torch.cuda.device_count())
     with (
         torch.random.fork_rng(devices),
-        mode(model, training=True),
+        training_mode(model, recipe),
         multiplied(model, pairs_to_multiply(model, recipe.form)),
         engine.prepared(model, optimizer) as prepared,
     ):
@@ -123,6 +125,20 @@ def train_(model: nn.Module, split: Split, job: TrainingJob, engine: Engine, hoo
     if recipe.keep_best and state.best:
         states.load_model_(model, state.best, "the state")
     return state
+
+
+@contextmanager
+def training_mode(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+    """The model in training mode, and afterwards every module as it was.
+
+    With `norms` running, batch norms normalise as in evaluation, and only their scales and shifts are trained: what is
+    trained is the very function that is used afterwards, and a network that is nearly right is not shaken at first.
+    """
+    with mode(model, training=True):
+        for module in model.modules():
+            if recipe.norms == "running" and isinstance(module, _BatchNorm):
+                module.eval()
+        yield
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:

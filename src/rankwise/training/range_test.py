@@ -19,8 +19,7 @@ from rankwise.data.batches import Feed
 from rankwise.data.splits import Split
 from rankwise.surgery.multiplied import multiplied, pairs_to_multiply
 from rankwise.surgery.replace import copy_model
-from rankwise.training.evaluate import mode
-from rankwise.training.loop import losses, make_optimizer, teacher_for
+from rankwise.training.loop import losses, make_optimizer, teacher_for, training_mode
 from rankwise.training.recipes import Recipe
 
 COUNT = 100
@@ -54,7 +53,7 @@ def find_rate(
     half, batches = recipe.precision == "bf16", _forever(feed)
     with (
         torch.random.fork_rng([]),
-        mode(trial, training=True),
+        training_mode(trial, recipe),
         multiplied(trial, pairs_to_multiply(trial, recipe.form)),
     ):
         torch.manual_seed(seed)

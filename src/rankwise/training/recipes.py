@@ -19,6 +19,7 @@ SCHEDULES = ("constant", "steps", "every", "polynomial", "cycle")
 AUGMENTS = ("auto", "none", "shift", "cifar", "imagenet", "voc")  # see augment.py
 PRECISIONS = ("no", "bf16", "fp16", "auto")
 FORMS = ("auto", "factors", "product")  # see `surgery/multiplied.py`
+NORMS = ("batch", "running")  # the statistics that batch norms use
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Recipe:
     function; `auto` takes the one that costs less on the device. `norm_decay` puts weight decay on norms and biases
     too, as the paper does. With a teacher, `labels` is the weight of the loss by labels and `layers` that of the
     outputs of replaced layers (training/teacher.py). `precision` auto is bf16 where the machine multiplies it faster.
-    With `find_lr` a retraining finds lr by a range test first (training/range_test.py), unless lr is given.
+    With `find_lr` a retraining finds lr by a range test first (training/range_test.py), unless lr is given. `norms`
+    says what batch norms normalise by in training: the statistics of the batch, or the running ones, which then stay.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Recipe:
     labels: float = 0.1
     layers: float = 1.0
     find_lr: bool = False
+    norms: str = "batch"
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -87,6 +90,7 @@ class Recipe:
             ("augment", AUGMENTS),
             ("precision", PRECISIONS),
             ("form", FORMS),
+            ("norms", NORMS),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -235,7 +239,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "distilled", epochs=15, batch_size=128, lr=3e-3, warmup=1, schedule="cycle", optimizer="adamw",
             weight_decay=0.0, norm_decay=False, augment="auto", retrain=15, precision="auto", layers=0.0,
-            find_lr=True,
+            find_lr=True, norms="running",
         ),
     )
 }  # fmt: skip
