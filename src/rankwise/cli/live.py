@@ -52,6 +52,13 @@ class Live:
         if self.writer is not None:
             self.writer.close()
 
+    def chosen(self, says: str) -> None:
+        """How the network is trained, before the first epoch."""
+        if self.bar is not None:
+            self.bar.console.print(says, highlight=False, markup=False)
+        else:
+            print(says, file=self.stream, flush=True)
+
     def step(self, epoch: int, step: int, steps: int, loss: float, top1: float) -> None:
         if self.bar is None:
             return

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,13 @@ class TrainingWatch(Protocol):
     def step(self, epoch: int, step: int, steps: int, loss: float, top1: float) -> None: ...
 
     def epoch(self, record: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Told(Protocol):
+    """Who looks on and wants to know, in one sentence, how the network is trained."""
+
+    def chosen(self, says: str) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,10 @@ from rankwise.surgery.modules import mark_of
 from rankwise.surgery.replace import copy_model, densify, replace_layers_
 from rankwise.training import penalties
 from rankwise.training import resume as states
+from rankwise.training.choices import describe
 from rankwise.training.dataset import Material, open_material
 from rankwise.training.evaluate import evaluate
-from rankwise.training.loop import Hooks, Penalty, TrainingJob, TrainingWatch, retraining, train_, training
+from rankwise.training.loop import Hooks, Penalty, Told, TrainingJob, TrainingWatch, retraining, train_, training
 from rankwise.training.precision import settle
 from rankwise.training.processes import Engine, make_engine
 from rankwise.training.range_test import find_rate
@@ -271,6 +272,8 @@ def _retrain(
 ) -> dict[str, Any]:
     session, tried = _with_rate(small, session, teacher)
     run = session.run
+    if session.engine.writes and isinstance(run.watch, Told):
+        run.watch.chosen(describe(small, run.recipe, tested=tried is not None))
     job = retraining(run.recipe, run.seed)
     what = {"kind": "retrain", "model": plan.model, "method": plan.method, "plan": checkpoint.plan_hash(plan)}
     what |= {} if run.teacher is None else {"teacher": str(run.teacher)}
