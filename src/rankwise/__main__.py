@@ -21,7 +21,8 @@ def _outside(err: Exception) -> str | None:
         what = f"{err.filename}: " if err.filename else ""
         return f"{what}{err.strerror or err}: check the disk and the space left, then run the same command again"
     # torch has no exception of its own for memory of the CPU.
-    signs = ("allocate memory", "out of memory", "failed to map segment")  # the last is a library that cannot be loaded
+    # The others are a library that cannot be loaded, and an import for which Python finds no memory.
+    signs = ("allocate memory", "out of memory", "failed to map segment", "error return without exception set")
     if isinstance(err, MemoryError) or any(sign in str(err) for sign in signs):
         return "there is not enough memory: use a smaller batch, fewer calibration inputs, or a larger machine"
     return None
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             sentence = f"{err.format_message().rstrip('.')}; see rankwise {' '.join(given[:1])} --help"
         print(f"rankwise: {in_flags(sentence)}", file=sys.stderr)
         return 2
-    except (OSError, MemoryError, RuntimeError, ImportError) as err:
+    except (OSError, MemoryError, RuntimeError, ImportError, SystemError) as err:
         told = _outside(err)
         if told is None:
             raise

@@ -184,7 +184,15 @@ def _here(name: str, modules: dict[str, nn.Module], prefix: str) -> str | None:
 def _described(choice: Choice, modules: dict[str, nn.Module]) -> Layer:
     """The layer of a choice; of an embedding with those of its heads that are here."""
     heads = tuple(head for head in choice.heads if head in modules)
-    return replace(describe(_layer(choice, modules), choice.name), heads=heads)
+    layer = describe(_layer(choice, modules), choice.name)
+    for head in heads:
+        weight = getattr(modules[head], "weight", None)
+        if kind_of(modules[head]) is None or tuple(getattr(weight, "shape", ())) != layer.shape:
+            raise RankwiseError(
+                f"the plan was made for another model: {head!r} is no layer here that shares the weight of "
+                f"{choice.name!r}"
+            )
+    return replace(layer, heads=heads)
 
 
 def _layer(choice: Choice, modules: dict[str, nn.Module]) -> nn.Module:

@@ -154,18 +154,19 @@ def compress(
     target = check_out(model, out, dry_run, force)
     random = flags.random_weights(model) if weights is None else ""
     flags.check_random(random, random_weights or target is None)
-    with interruptible(target), output.progress("compress"):
-        network = flags.open_model(model, weights, None)
-        job = Compression(network, example_for(model, input, network), request, data, output.progress)
-        if strict and made is None:
-            check_strict(job)
-        done = compressed(job, asked, limit, Wanted(data, split, strict, dry_run, out))
-    if random:
-        output.warn(random)
-    found = done.to_json()
-    base = model if parse(model).kind == "file" else None
-    about = About(data, split, None if weights is None else str(weights), typed(), model, input, base)
-    page, said = single_report(found, network, about) if report else (None, "")
+    with flags.reserved(target, force):
+        with interruptible(target), output.progress("compress"):
+            network = flags.open_model(model, weights, None)
+            job = Compression(network, example_for(model, input, network), request, data, output.progress)
+            if strict and made is None:
+                check_strict(job)
+            done = compressed(job, asked, limit, Wanted(data, split, strict, dry_run, out))
+        if random:
+            output.warn(random)
+        found = done.to_json()
+        base = model if parse(model).kind == "file" else None
+        about = About(data, split, None if weights is None else str(weights), typed(), model, input, base)
+        page, said = single_report(found, network, about) if report else (None, "")
     if as_json:
         output.print_json({**found, "report": page, **({"random_weights": True} if random else {})})
     else:

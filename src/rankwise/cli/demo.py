@@ -15,6 +15,7 @@ from safetensors.torch import save as to_safetensors
 
 from rankwise.compression import Compression, Request
 from rankwise.core import files
+from rankwise.core.disk import only_user
 from rankwise.core.option import Option
 from rankwise.data import splits
 from rankwise.methods import build_table
@@ -53,7 +54,13 @@ class Trained:
 
 def run_demo(out: Path, seed: int = 0, progress: Progress | None = None) -> dict[str, Any]:
     """Train REPEATS networks, one row for each of them, method and keep; writes a RESULTS folder and its report."""
-    for folder in (out, *(out / name for name in ("rows", "plans", "spectra", "weights"))):
+    files.make_folder(out)
+    with only_user(out):
+        return _run_demo(out, seed, progress)
+
+
+def _run_demo(out: Path, seed: int, progress: Progress | None) -> dict[str, Any]:
+    for folder in (out / name for name in ("rows", "plans", "spectra", "weights")):
         files.make_folder(folder)
     say = progress or (lambda name, done, total: None)
     cells = [(method, keep) for keep in KEEPS for method in METHODS]
@@ -100,7 +107,8 @@ def _train(train: splits.Split, test: splits.Split, repeat: int, seed: int, out:
         request = Request(method, {} if method == "auto" else {"seed": seed}, name=MODEL)
         one_table = None if method == "auto" else lambda settings, make: table
         jobs[method] = Compression(model, example, request, images, tables=one_table, coverage=table.coverage)
-    jobs["auto"].basis(None)  # made here, as the table is: neither belongs to the time of a cell
+    if "auto" in jobs:
+        jobs["auto"].basis(None)  # made here, as the table is: neither belongs to the time of a cell
     spectra = f"spectra/{table.fingerprint[:20]}.json"
     files.write_whole(out / spectra, (json.dumps(_spectra(table)) + "\n").encode())
     weights = f"weights/{MODEL}-{repeat}.safetensors"

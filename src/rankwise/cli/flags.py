@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import nn
 
+from rankwise.core.disk import make_folder, only_user
 from rankwise.errors import RankwiseError
 from rankwise.models import networks
 from rankwise.planning.budget import Budget
@@ -51,8 +53,8 @@ def check_folder(out: Path, force: bool) -> None:
     try:
         if out.exists() and not out.is_dir():
             raise RankwiseError(f"--out {out} is a file: give a folder")
-        if not force and out.is_dir() and any(out.iterdir()):
-            raise RankwiseError(f"--out {out} exists and is not empty: give another folder, or --force to overwrite it")
+        if not force:
+            _check_empty(out)
         made = [folder for folder in (out, *out.parents) if not folder.exists()]
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -67,6 +69,30 @@ def check_folder(out: Path, force: bool) -> None:
             raise
         why = (err.strerror if isinstance(err, OSError) else None) or err
         raise RankwiseError(f"--out {out} cannot be written ({why}): give another folder") from None
+
+
+@contextmanager
+def reserved(out: Path | None, force: bool) -> Iterator[None]:
+    """No other process writes to --out meanwhile, and a folder in which nothing was written is gone again."""
+    if out is None:
+        yield
+        return
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    make_folder(out)
+    try:
+        with only_user(out):
+            if not force:
+                _check_empty(out)  # another process may have finished since it was looked at
+            yield
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _check_empty(out: Path) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        raise RankwiseError(f"--out {out} exists and is not empty: give another folder, or --force to overwrite it")
 
 
 def budget_help() -> str:

@@ -35,7 +35,8 @@ def part_of(path: Path) -> Path:
 
 
 def why(err: Exception) -> str:
-    return getattr(err, "strerror", None) or str(err) or type(err).__name__
+    """For a sentence: of what torch says of itself, the first line."""
+    return getattr(err, "strerror", None) or (str(err).splitlines() or [""])[0] or type(err).__name__
 
 
 def make_folder(path: Path, advice: str = "give another --out") -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,48 @@ from rankwise.core.disk import write_whole as write_whole
 from rankwise.errors import RankwiseError
 
 LIMIT = 1 << 28  # bytes of a text file: a plan of 100,000 layers has a tenth of it
+DEEPEST = 100  # lists and objects within each other; ours have ten at most, and who walks through them has frames
 
 _NAMES = {dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number"}
 
 
 def parse(text: str | bytes, where: str) -> dict[str, Any]:
-    """JSON text → object. What could not be written again (NaN, half a character, absurd numbers) is refused too."""
+    """JSON text → object. What could not be written again (NaN, half a character, absurd numbers) is refused too.
+
+    So is a key that stands twice in an object, where two readers may see two values.
+    """
     try:
-        data = json.loads(text, parse_int=_whole)
+        data = json.loads(text, parse_int=_whole, object_pairs_hook=_object)
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+        _check_depth(text, data)
     except (ValueError, RecursionError) as err:
         reason = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
         raise RankwiseError(f"{where} is not readable JSON ({reason}): restore it or write it again") from None
     if not isinstance(data, dict):
         raise RankwiseError(f"{where} must hold a JSON object, and it holds {_name_of(data)}")
     return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise ValueError(f"the key {_name_of(twice)} stands twice in one object")
+    return found
+
+
+def _check_depth(text: str | bytes, data: Any) -> None:
+    """What is deeper could be read here and still be a traceback wherever it is copied or written."""
+    signs: tuple[Any, Any] = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if sum(map(text.count, signs)) <= DEEPEST:
+        return  # as in nearly every file: no need to walk
+    level = [data]
+    for _ in range(DEEPEST):
+        inner = [value.values() if isinstance(value, dict) else value for value in level if type(value) in (dict, list)]
+        level = [value for values in inner for value in values]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _whole(digits: str) -> int:

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+from safetensors import SafetensorError
+
 from rankwise.core import files
 from rankwise.errors import RankwiseError
 
 MOST_FILES = 10_000
+# What safetensors, torch and numpy raise for a file that is none: a shape of 2**63 or numbers of an unknown kind, too.
+UNREADABLE = (SafetensorError, OSError, ValueError, RuntimeError, TypeError, AttributeError)
 
 
 def read_index(text: bytes, where: str) -> dict[str, list[str]]:

@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
 from rankwise.core import files
+from rankwise.core.disk import why
+from rankwise.core.shards import UNREADABLE
 from rankwise.errors import RankwiseError, need
 from rankwise.models import factory
 from rankwise.models.pretrained import (
@@ -232,8 +234,8 @@ def _trained_network(path: Path) -> str:
         try:
             with safe_open(path, framework="pt") as file:
                 text = (file.metadata() or {}).get("rankwise", "{}")
-        except (SafetensorError, OSError, ValueError) as err:
-            raise RankwiseError(f"{path} is damaged or cut short ({err}): restore it or train again") from None
+        except UNREADABLE as err:
+            raise RankwiseError(f"{path} is damaged or cut short ({why(err)}): restore it or train again") from None
         header = files.parse(text, f"the header of {path}")
     if not isinstance(header.get("network"), str):
         raise RankwiseError(

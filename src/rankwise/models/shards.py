@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from rankwise.core import files
-from rankwise.core.shards import read_index
+from rankwise.core.disk import why
+from rankwise.core.shards import UNREADABLE, read_index
 from rankwise.errors import RankwiseError
 
 INDEX = ".safetensors.index.json"
@@ -26,8 +27,8 @@ def read_sharded(path: Path) -> dict[str, Tensor]:
             with safe_open(shard, framework="pt", device="cpu") as file:
                 missing = sorted(set(keys) - set(file.keys()))
                 found |= {key: file.get_tensor(key) for key in keys if key not in missing}
-        except (SafetensorError, OSError, ValueError, RuntimeError) as err:
-            raise RankwiseError(f"{shard} is damaged or cut short ({err}): get it again") from None
+        except UNREADABLE as err:
+            raise RankwiseError(f"{shard} is damaged or cut short ({why(err)}): get it again") from None
         if missing:
             raise RankwiseError(f"{path} looks for {missing[0]!r} in {name}, which has no such tensor: get both again")
     return found

@@ -9,10 +9,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from rankwise.core.shards import UNREADABLE
 from rankwise.errors import RankwiseError
 from rankwise.models.shards import INDEX, read_sharded
 
@@ -48,7 +48,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
-        except (SafetensorError, OSError) as err:
+        except UNREADABLE as err:
             raise _unreadable(path, err) from err
     if path.suffix in _PICKLES:
         return _tensors_in(_read_pickle(path), path)
@@ -128,7 +128,8 @@ def _mismatch(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
         for key, value in state.items()
         if key in own and value.shape != own[key].shape
     ]
-    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": differing}
+    complex_ = [key for key, value in state.items() if key in own and value.is_complex() and not own[key].is_complex()]
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": differing, "complex": complex_}
     return "; ".join(f"{kind}: {_first(names)}" for kind, names in kinds.items() if names)
 
 

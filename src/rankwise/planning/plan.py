@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.core import files
-from rankwise.core.layer import Layer, Skipped
+from rankwise.core.layer import LOOKUP, Layer, Skipped
 from rankwise.core.measures import ALL_MEASURES
 from rankwise.core.option import Cost, Option
 from rankwise.decompositions import PLAIN, check_option, full_rank
@@ -70,6 +70,8 @@ class Choice:
                 f"{self.shape}, and the model as {layer.kind!r} with weight {layer.shape}"
             )
         where = f"layer {self.name!r} of the plan"
+        if self.heads and layer.kind != LOOKUP:
+            raise RankwiseError(f"{where} has heads, which only an embedding has")
         check_option(layer, self.option, where)
         most = full_rank(layer, self.option)
         if not 1 <= self.rank <= most:

@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save as to_safetensors
 
 from rankwise.core import files
 from rankwise.core.border import SAME
+from rankwise.core.disk import why
 from rankwise.core.layer import Call, Coverage, Layer, Skipped
 from rankwise.core.linalg import Array
 from rankwise.core.measures import ALL_MEASURES
 from rankwise.core.moments import Moments
 from rankwise.core.option import Option
+from rankwise.core.shards import UNREADABLE
 from rankwise.decompositions import DECOMPOSITIONS, METRIC, PLAIN, check_option, full_rank, of
 from rankwise.decompositions.clusters import DECOMPOSITION as CLUSTERS
 from rankwise.errors import RankwiseError
@@ -75,8 +77,8 @@ def read(path: Path) -> Table:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as err:
-        raise RankwiseError(f"{where} is not a whole safetensors file ({err}): build the table again") from None
+    except UNREADABLE as err:
+        raise RankwiseError(f"{where} is not a whole safetensors file ({why(err)}): build the table again") from None
     if "rankwise-table" not in metadata:
         raise RankwiseError(f"{where} is a safetensors file but not a rankwise table")
     return read_header(files.parse(metadata["rankwise-table"], where), tensors, where)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.core import files
-from rankwise.errors import RankwiseError, need
+from rankwise.errors import need
 from rankwise.reports.curves import UNITS, Line, Panel, Stage, band
 from rankwise.reports.looks import look
 
@@ -42,12 +42,7 @@ def panel_title(panel: Panel, several: bool = False) -> str:
 def write_figures(folder: Path, panels: list[Panel], labels: dict[str, int]) -> list[Path]:
     """One PNG for each panel and stage: the score against what was removed, mean ± deviation. Returns the files."""
     pyplot = need("matplotlib.figure", extra="report", purpose="a static figure")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise RankwiseError(
-            f"the folder {folder} could not be made ({err.strerror or err}): give another --png"
-        ) from None
+    files.make_folder(folder, "give another --png")
     several = len({panel.study for panel in panels}) > 1
     drawn: dict[Path, bytes] = {}
     for at, panel in enumerate(panels, start=1):

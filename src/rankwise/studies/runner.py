@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.core import files
+from rankwise.errors import RankwiseError
 from rankwise.studies.cell import row_path, run_cell, write_failure
 from rankwise.studies.reference import prepare, reference_key
 from rankwise.studies.store import digest
 from rankwise.studies.study import Cell, Study
 from rankwise.studies.workers import StudyJob, Workers, run
+from rankwise.training.results import parse_row
 
 Say = Callable[[dict[str, Any], int, int], None]  # a row that was written, cells done, cells in all
 MakeWorkers = Callable[[int], AbstractContextManager[Workers]]  # from the number of cells to where they run
@@ -30,11 +32,14 @@ class Outcome:
 
 
 def status_of(cell: Cell, out: str | Path) -> str:
-    """`done`, `failed`, or `missing` where there is no row."""
+    """`done`, `failed`, or `missing` where there is no row. What lies there and is none is refused: it hides a cell."""
     path = row_path(cell, out)
     if not path.exists():
         return "missing"
-    return str(files.parse(files.read(path), str(path)).get("status"))
+    row = parse_row(files.read(path), str(path))
+    if row is None:
+        raise RankwiseError(f"{path} is no row of a study: remove it, and the cell is run again")
+    return str(row["status"])
 
 
 def run_study(

@@ -37,6 +37,7 @@ _NETWORK = ["model", "data", "weights", "recipe", "set", "exclude", "size", "lim
 _KEEPS = ["alpha", "first", "last", "count"]
 MOST_CELLS = 100_000
 LARGEST = 1 << 22  # bytes: TOML is read slowly, a megabyte in a second
+MOST_WORK = 2 * 10**7  # steps that keys such as a.b.c may take: a second or two
 
 
 def read_study(path: str | Path) -> Study:
@@ -48,11 +49,19 @@ def read_study(path: str | Path) -> Study:
 def parse_study(text: bytes, name: str, where: str) -> Study:
     """A study out of the content of a file."""
     try:
+        _check_dots(text)
         data = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as err:  # ValueError: also a number of 5,000 digits, or half a character
         why = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
         raise RankwiseError(f"{where} is not readable TOML ({why})") from None
     return make_study(data, name, where)
+
+
+def _check_dots(text: bytes) -> None:
+    """A key of n parts (a.b.c) takes time as n², and every key below such a header takes time as n."""
+    dots, keys = text.count(b"."), text.count(b"=")
+    if dots * (dots + keys) > MOST_WORK:
+        raise ValueError(f"{dots:,} dots and {keys:,} keys take too long to read: make several files of it")
 
 
 def make_study(data: dict[str, Any], name: str, where: str) -> Study:

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from rankwise.core import files
-from rankwise.core.disk import remove
-from rankwise.core.shards import read_index
+from rankwise.core.disk import remove, why
+from rankwise.core.shards import UNREADABLE, read_index
 from rankwise.errors import RankwiseError
 
 PLAN, WEIGHTS, INDEX = "plan.json", "model.safetensors", "model.safetensors.index.json"
@@ -73,8 +73,12 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
-    except (SafetensorError, OSError, ValueError, RuntimeError) as err:
-        raise RankwiseError(f"{path} is damaged or cut short ({err}): restore it or save the model again") from None
+    except RankwiseError:
+        raise
+    except UNREADABLE as err:
+        raise RankwiseError(
+            f"{path} is damaged or cut short ({why(err)}): restore it or save the model again"
+        ) from None
 
 
 def write_parts(

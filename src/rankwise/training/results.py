@@ -70,15 +70,16 @@ def commit() -> str | None:
 def write_row(path: Path, row: dict[str, Any]) -> None:
     """Numbers that are none (a loss that diverged) become null: JSON has no other word for them."""
     files.make_folder(path.parent)
-    text = json.dumps(_finite(row), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(row), indent=1, ensure_ascii=False, allow_nan=False)
     files.write_whole(path, (text + "\n").encode())
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain values with None for numbers that are none."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

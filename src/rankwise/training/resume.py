@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankwise.core import files
+from rankwise.core.disk import why
+from rankwise.core.shards import UNREADABLE
 from rankwise.errors import RankwiseError
+from rankwise.training.results import finite
 
 FILE = "state.safetensors"
 FORMAT = 1
@@ -66,6 +68,7 @@ def dumps(state: State) -> bytes:
         for name, value in getattr(state, kind).items()
     }
     header = {"format": FORMAT, **{key: getattr(state, key) for key in _PLAIN}}
+    header |= {key: finite(header[key]) for key in ("history", "notes")}  # a loss that is none could not be read again
     return to_safetensors(tensors, metadata={"rankwise-state": json.dumps(header)})
 
 
@@ -74,9 +77,11 @@ def loads(content: bytes, where: str) -> State:
     try:
         tensors = from_safetensors(content)
         text = _metadata(content).get("rankwise-state")
-    except (SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as err:
-        why = str(err).splitlines()[0] if str(err) else type(err).__name__
-        raise RankwiseError(f"{where} is damaged or cut short ({why}): remove it to train from the beginning") from None
+    except (*UNREADABLE, KeyError) as err:
+        reason = why(err)
+        raise RankwiseError(
+            f"{where} is damaged or cut short ({reason}): remove it to train from the beginning"
+        ) from None
     if not isinstance(text, str):
         raise RankwiseError(f"{where} is no state of a training by rankwise: give the folder that `train` was writing")
     header = files.parse(text, f"the header of {where}")
@@ -125,6 +130,35 @@ def check_job(state: State, job: dict[str, Any], where: str) -> None:
                 f"{where} was begun with {key} = {flat.get(key)!r}, and {asked.get(key)!r} is asked now: "
                 "resume with the same settings, or give another --out"
             )
+
+
+def check_progress(state: State, first: int, last: int, compressed: bool, where: str) -> None:
+    """A state that says what no training from epoch `first` to `last` could have written is not gone on with.
+
+    One that claims to be at the end would pass for a trained network. A retraining knows what came before it.
+    """
+    if not first <= state.epoch <= last or (state.epoch > first and not state.model):
+        raise RankwiseError(f"{where} says that {state.epoch} epochs are done, of {first} to {last}: remove it")
+    for record in state.history:
+        files.typed(record, dict, f"every epoch in 'history' of {where}")
+    if compressed:
+        score = files.field(state.notes, "compressed", dict, f"'notes' of {where}")
+        for key, value in score.items():
+            if value is not None:
+                files.typed(value, float, f"{key!r} in 'compressed' of {where}")
+        files.field(score, "top1", float, f"'compressed' of {where}")
+
+
+def plan_of(state: State, where: str) -> bytes:
+    """The plan of a retraining, as JSON."""
+    text: str = files.field(state.notes, "plan", str, f"'notes' of {where}")
+    return text.encode()
+
+
+def rate_of(state: State, where: str) -> float:
+    """The learning rate that a training began with."""
+    recipe = files.field(state.job, "recipe", dict, f"'job' of {where}")
+    return float(files.field(recipe, "lr", float, f"'recipe' of {where}"))
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -245,7 +245,8 @@ def _compressed(model: nn.Module, name: str, params: int, rounds: Rounds, sessio
     if engine.writes:
         kept = states.read(run.out)
         if kept is not None:
-            text = states.loads(kept, str(run.out / states.FILE)).notes.get("plan", "").encode()
+            where = str(run.out / states.FILE)
+            text = states.plan_of(states.loads(kept, where), where)
         else:
             searched = isinstance(get_method(rounds.method).settings, Settings)
             changes: dict[str, Any] = {"starts": run.recipe.starts, "seed": run.seed} if searched else {}
@@ -308,8 +309,8 @@ def _with_rate(
     if engine.writes:
         kept = states.read(run.out)
         if kept is not None:
-            lr = states.loads(kept, str(run.out / states.FILE)).job["recipe"]["lr"]
-            text = json.dumps({"lr": lr}).encode()
+            where = str(run.out / states.FILE)
+            text = json.dumps({"lr": states.rate_of(states.loads(kept, where), where)}).encode()
         else:
             found = find_rate(small, session.material.fit, run.recipe, teacher, run.seed)
             text = json.dumps(found.to_json()).encode()
@@ -365,8 +366,10 @@ def _work(
         if plan is not None:
             save(state)  # the plan is made once, also when the first epoch is interrupted
     else:
-        state = states.loads(kept, str(run.out / states.FILE))
-        states.check_job(state, identity, str(run.out / states.FILE))
+        where = str(run.out / states.FILE)
+        state = states.loads(kept, where)
+        states.check_job(state, identity, where)
+        states.check_progress(state, job.first, job.last, plan is not None, where)
     watch = run.watch if engine.writes else None
     hooks = Hooks(material.stop, watch, save, penalty, teacher, material.side, state)
     try:
