@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PIECES = 7  # parts of one write that reach the disk one by one
+PIECES = 8  # parts of one write that reach the disk one by one
 ROOT = 0
 
 Op = tuple[Any, ...]

@@ -10,6 +10,7 @@ the seeds alone. Half of the mutations know the structure (`mutations.py`), so t
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import os
 import random
@@ -38,6 +39,7 @@ CORPUS = Path(__file__).parent / "corpus"
 LARGEST = 4096  # bytes of an input
 SLOW = 5.0  # seconds of the processor; no input of this size may take as long
 COVERED = 0.1  # of the inputs follow the coverage
+SCRATCH = "RANKWISE_FUZZ_SCRATCH"
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,17 @@ def watch_for_executions() -> None:
     sys.addaudithook(_audit)
 
 
+def in_memory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None, prefix="rankwise-fuzz-")
+
+
 @cache
 def scratch() -> Path:
-    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    holder = tempfile.TemporaryDirectory(dir=place, prefix="rankwise-fuzz-")
-    _holders.append(holder)
-    return Path(holder.name)
+    """For files of inputs. A process that atheris ends tidies nothing up, so its parent gives it a place."""
+    if SCRATCH in os.environ:
+        return Path(os.environ[SCRATCH])
+    _holders.append(in_memory())
+    return Path(_holders[-1].name)
 
 
 _holders: list[Any] = []
@@ -115,6 +122,36 @@ def plan(data: bytes) -> None:
     made.keep()
     if len(data) % 4 == 0:  # writing takes longer than reading
         assert Plan.loads(made.dumps()) == made, "what is read is written back"
+
+
+def replay(data: bytes) -> None:
+    """A plan that somebody made up, put into a network."""
+    from rankwise.planning.plan import Plan
+    from rankwise.surgery.fuse import fuse_norms_
+    from rankwise.surgery.replace import match_layers, replace_layers_
+
+    made = Plan.loads(data)
+    layers = match_layers(small_network(), made, coverage_of_network())
+    if len(data) % 8 == 0:  # making modules takes longer than reading
+        network = copy.deepcopy(small_network())
+        replace_layers_(network, made, fill=False, layers=None if len(data) % 64 == 0 else layers)
+        fuse_norms_(network, made.fused, fill=False)
+        made.summary()
+
+
+@cache
+def small_network() -> Any:
+    from torch import nn
+
+    layers = [nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10)).eval()
+
+
+@cache
+def coverage_of_network() -> Any:
+    from rankwise.surgery.coverage import find_layers
+
+    return find_layers(small_network())
 
 
 def table_file(data: bytes) -> None:
@@ -190,6 +227,9 @@ def training_state(data: bytes) -> None:
     from rankwise.training import resume
 
     state = resume.loads(data, "the state")
+    refused(lambda: resume.check_progress(state, 0, 3, True, "the state"))
+    refused(lambda: resume.plan_of(state, "the state"))
+    refused(lambda: resume.rate_of(state, "the state"))
     resume.check_job(state, {"kind": "train"}, "the state")
 
 
@@ -208,6 +248,14 @@ def row(data: bytes) -> None:
     if found is not None:
         curves.panels([found])
         tables([found], (1.0,), False)
+
+
+def spectra(data: bytes) -> None:
+    """What a report draws of a network's layers."""
+    from rankwise.core import files
+    from rankwise.reports.embedded import thin
+
+    thin(files.parse(data, "the spectra"), "the spectra")
 
 
 def published(data: bytes) -> None:
@@ -244,6 +292,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("plan", plan, mutate_json),
+        Target("plan-replayed", replay, mutate_json),
         Target("table-file", table_file, mutate_safetensors),
         Target("table-header", table_header, mutate_json),
         Target("weights", weights, mutate_safetensors),
@@ -254,6 +303,7 @@ TARGETS = {
         Target("training-state", training_state, mutate_safetensors),
         Target("study", study, mutate_toml),
         Target("row", row, mutate_json),
+        Target("spectra", spectra, mutate_json),
         Target("published", published, mutate_json),
         Target("measured-times", measured_times, mutate_json),
     )
@@ -385,7 +435,9 @@ def explored(name: str, runs: int, seed: int, folder: Path) -> tuple[tuple[bytes
     except ImportError:
         return corpus_of(name), [], 0
     command = [sys.executable, __file__, name, "--runs", str(runs), "--seed", str(seed), "--covered", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=folder)
+    with in_memory() as place:
+        environment = {**os.environ, SCRATCH: place}
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=folder, env=environment)
     said = done.stdout + done.stderr
     wrong = [line for line in said.splitlines() if line.startswith("VIOLATION") or "ERROR: libFuzzer" in line]
     units = [line.split()[-1] for line in said.splitlines() if "number_of_executed_units" in line]

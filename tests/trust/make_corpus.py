@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -74,6 +75,13 @@ def main() -> None:
         keep("plan", "ft", rw.compress(net, example, keep=0.8, method="ft")[1].dumps().encode())
     except rw.RankwiseError as err:
         print(f"no plan by ft: {err}")
+    for method in ("alds", "tucker2", "ft", "cp"):
+        plan = rw.compress(fuzz.small_network(), torch.zeros(1, 4, 6, 6), keep=0.6, method=method)[1]
+        keep("plan-replayed", method, plan.dumps().encode())
+    folded = replace(plan, fused={"1": "0"}, layout="channels-last")
+    keep("plan-replayed", "folded", folded.dumps().encode())
+    layers = {"0": {"f│chw": [1.0, 0.5, 0.25]}, "1": {"fc│hw": [1, 0.125], "f│chw": []}}
+    keep("spectra", "real", json.dumps({"model": "a", "layers": layers}, ensure_ascii=False).encode())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rw.build_table(nn.Sequential(nn.Linear(4, 3)), torch.zeros(1, 4)).save(folder / "t.table")
@@ -98,9 +106,8 @@ def main() -> None:
     keep("sharded-index", "two", json.dumps({"weight_map": split}).encode())
     keep("sharded-weights", "real", json.dumps({"metadata": {"total_size": 64}, "weight_map": listed}).encode())
     weights = {"weight": torch.ones(2, 3), "bias": torch.arange(3.0)}
-    made = resume.State(
-        {"kind": "train", "recipe": {"lr": 0.1}}, 1, [{"epoch": 1}], 0.5, 1, 2.0, {"plan": "{}"}, weights
-    )
+    notes = {"plan": "{}", "compressed": {"top1": 90.0, "loss": 0.5, "n": 10}}
+    made = resume.State({"kind": "train", "recipe": {"lr": 0.1}}, 1, [{"epoch": 1}], 0.5, 1, 2.0, notes, weights)
     keep("training-state", "real", resume.dumps(made))
     keep("row", "done", json.dumps(made_rows.row(retrained={"top1": 91.0, "n": 3})).encode())
     keep("row", "failed", json.dumps(made_rows.failed("a", "no")).encode())

@@ -27,6 +27,7 @@ HOSTILE: list[Any] = [
     "ﬀ", "e\u0301", "‮", "\ud800", "{}", "%s%n", "<script>alert(1)</script>", "$(id)", "f│chw", "svd", "params", [], {},
     [[]], [0], [-1], [10**9] * 3, {"": 0}, {"__class__": 1}, DEEP, [1, 2, 3, 4, 5, 6, 7, 8], "1e5", "NaN", "0x10",
     "file.py:factory", "hub:a", "\u200d", "\ufeff", "A\u0300" * 50, "١٢٣", "model-00001-of-00002.safetensors",
+    "BF16", "F8_E4M3", "F4", "C64", "U64", "BOOL", "I8", [0, 2**63],
 ]  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def _texts(value: Any) -> list[bytes]:
 
 
 VALUES = [text for value in HOSTILE for text in _texts(value)]
+VALUES += [b"[" * 600 + b"]" * 600, b'{"a":' * 600 + b"1" + b"}" * 600]  # what copies or writes it has frames for each
 VALUES += [b"NaN", b"-Infinity", b"1e999", b"9" * 400, b"-0", b"1E400", b"00", b"'a'", b"0.1e-400", b"\xff", b'"\\u00"']
 KEYS = [text for value in HOSTILE if isinstance(value, str) for text in _texts(value)]
 TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.S)
@@ -190,6 +192,7 @@ WORDS = [
     b'model = "__class__"\n', b'weights = "/etc/passwd"\n', b"seed = 99999999999999999999999\n", b'data = "\\ud800"\n',
     b'"' + b"x" * 300 + b'"', b'"../../x"', b'"\\u202e"', b"0.5", b"[0.5]", b'["svd"]', b'{method = "svd"}', b"[]",
     b"{}", b'"file.py:factory"', b"2", b"0", b'"digits"', b'"timm:a"', b"[1, [2]]", b'{ epochs = 1e300 }', b"12:00:00",
+    b"a" + b".a" * 300 + b" = 1\n", b"[a" + b".'='" * 300 + b"]\n",
 ]  # fmt: skip
 
 

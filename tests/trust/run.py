@@ -12,12 +12,15 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,10 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent)]
 KINDS = ["fuzz", "crash", "fault", "tests", "supply"]
 HEAD = ("writer or reader", "states", "failures", "inputs", "seconds", "violations")
+# Writers whose states take milliseconds to open: states after one operation at most, and how often the work goes on.
+EXPENSIVE = {"study": (128, 2000), "iterate": (256, 400), "demo": (256, 0), "folder for transformers": (32, 0)}
+HOUR = 3600  # seconds by the clock: no job takes as long on a busy machine, and none may hang for ever
+RUNNING: set[int] = set()
 Line = dict[str, Any]
 
 
@@ -40,16 +47,28 @@ class Done:
     seconds: float
 
 
-def ran(command: list[str], cwd: Path | None = None) -> Done:
+def ran(command: list[str], cwd: Path | None = None, limit: float = HOUR) -> Done:
+    """In a process group of its own, which is killed after `limit` seconds."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, cwd=cwd, env=environment())
+        process = subprocess.Popen(command, stdout=out, stderr=err, cwd=cwd, env=environment(), start_new_session=True)
+        RUNNING.add(process.pid)
+        alarm = threading.Timer(limit, end, (process.pid,))
+        alarm.start()
         _, status, used = os.wait4(process.pid, 0)
+        alarm.cancel()
+        RUNNING.discard(process.pid)
+        end(process.pid)  # what it left behind
         process.returncode = os.waitstatus_to_exitcode(status)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     return Done(process.returncode, texts[0], texts[1], used.ru_utime + used.ru_stime)
+
+
+def end(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def environment() -> dict[str, str]:
@@ -122,7 +141,7 @@ def crash(name: str, thin: int) -> Any:
     from trust import writers
 
     writer = next(w for w in writers.WRITERS if w.name == name)
-    most, every = {"study": (128, 2000)}.get(name, (512, 60))
+    most, every = EXPENSIVE.get(name, (512, 60))
     return crashes.explore(writer, max(32, most // thin), every=every * thin)
 
 
@@ -130,9 +149,8 @@ def fault(name: str, thin: int) -> Any:
     from trust import faults
 
     command = next(c for c in faults.COMMANDS if c.name == name)
-    search = faults.SEARCHES.get(name, faults.ALL)
     with faults.shortened():
-        return faults.explore(command, replace(search, stride=thin))
+        return faults.explore(command, replace(faults.ALL, stride=thin))
 
 
 def jobs(only: list[str], inputs: int, thin: int) -> Iterator[Callable[[], list[Line]]]:
@@ -190,9 +208,16 @@ def main() -> int:
             for text in line["violations"][:5]:
                 print(f"    {text}", file=sys.stderr, flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ThreadPoolExecutor(given.cores) as pool:
-        for future in [pool.submit(tell, work) for work in jobs(given.only, given.inputs, given.thin)]:
-            future.result()
+        try:
+            for future in [pool.submit(tell, work) for work in jobs(given.only, given.inputs, given.thin)]:
+                future.result()
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(RUNNING):
+                end(process)
+            return 130
     table = f"{shown(found)}\n\n{(time.perf_counter() - start) / 60:.0f} minutes by the clock"
     print(table)
     if given.out:

@@ -8,14 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rankwise as rw
+from rankwise.__main__ import main
+from rankwise.cli.flags import reserved
 from rankwise.core import disk
 from rankwise.planning.plan import Plan
 from rankwise.studies import cell as cells
@@ -147,6 +152,38 @@ def test_a_second_training_is_refused_while_the_first_is_at_work(tmp_path: Path)
     writers.steps.train("digits-cnn", writers._run(tmp_path, True))
 
 
+def test_a_second_compression_into_the_same_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the network of one could lie beside the report of the other."""
+    out = tmp_path / "new" / "out"
+    command = ["compress", "digits-cnn", "--random-weights", "--method", "svd", "--keep", "0.5", "--out", str(out)]
+    command += ["--no-report"]
+    out.mkdir(parents=True)
+    with disk.only_user(out):
+        assert main(command) == 2
+        assert main(["demo", "--out", str(out)]) == 2
+    assert capsys.readouterr().err.count("another process is working in") == 2
+    assert not list(out.iterdir())
+    out.rmdir()
+    assert main([*command[:-4], "0.001", *command[-3:]]) == 2  # no such budget
+    assert out.parent.is_dir()
+    assert not out.exists(), "what was made for nothing is gone"
+    assert main(command) == 0
+    assert main(command) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+
+
+def test_what_another_process_has_written_meanwhile_stays(tmp_path: Path) -> None:
+    """It was not there when the flags were looked at."""
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(rw.RankwiseError, match="not empty"), reserved(tmp_path, force=False):
+        pytest.fail("it went on")
+    with reserved(tmp_path, force=True):
+        pass
+    assert (tmp_path / "plan.json").read_text() == "{}"
+
+
 def make(limit: int = 48) -> Any:
     short = {"epochs": 1, "retrain": 0, "warmup": 0}
     network = {"model": "digits-cnn", "data": "digits", "limit": limit, "set": short}
@@ -175,98 +212,133 @@ def hungry(cell: Any, out: str) -> None:
     cells.run_cell(cell, out)
 
 
-def reachable(patch: pytest.MonkeyPatch, work: Any) -> None:
-    """Workers in other processes import this file, and run `work` for every cell."""
-    here = Path(__file__).parents[1]
-    source = str(Path(runner.__file__).parents[2])
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "trust"), source]))
-    patch.setattr(runner, "run_cell", work)
-    patch.setattr(workers, "RETRIES", 1)
-    patch.syspath_prepend(str(here / "trust"))
-    patch.setattr(work, "__module__", "test_concurrent")
-
-
-def slow(cell: Any, out: str) -> None:
-    """Long enough for a node to disappear meanwhile; the file says that it has begun."""
+def waiting(cell: Any, out: str) -> None:
+    """Goes on when a node has disappeared. The file says that it has begun."""
     (Path(out) / f"{os.getpid()}.begun").touch()
-    time.sleep(4)
+    until(lambda: (Path(out) / "gone").exists())
     cells.run_cell(cell, out)
 
 
-@pytest.mark.trust
-def test_a_node_that_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes on this machine work on a study, and one is killed in the middle: the other does every cell."""
-    pytest.importorskip("ray")
+def until(true: Callable[[], bool], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+LIMIT = 600  # seconds: far more than any of these takes on a busy machine
+CHILD = "import sys, test_concurrent; getattr(test_concurrent, sys.argv[1])(*sys.argv[2:])"
+
+
+def bounded(name: str, *given: str, seconds: float = LIMIT) -> str:
+    """What a function of this file prints, in a process that is killed with all of its children when its time is over.
+
+    Whatever Ray does on a machine without a free core, the test ends. What is printed goes to a file: a pipe stays open
+    as long as any child lives.
+    """
+    here = Path(__file__).parents[1]
+    places = [str(here), str(here / "trust"), str(Path(runner.__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0"}
+    environment.pop("RAY_task_oom_retries", None)
+    with tempfile.TemporaryFile() as said:
+        command = [sys.executable, "-c", CHILD, name, *given]
+        child = subprocess.Popen(command, stdout=said, stderr=said, env=environment, start_new_session=True)
+        try:
+            status: int | None = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+    assert status is not None, f"{name} did not end within {seconds:g} s: {text[-2000:]}"
+    assert status == 0, f"{name} ended with status {status}: {text[-2000:]}"
+    return text
+
+
+def hangs(folder: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (Path(folder) / "pid").write_text(str(child.pid))
+    time.sleep(600)
+
+
+def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="hangs did not end within 10 s"):
+        bounded("hangs", str(tmp_path), seconds=10)
+    if (tmp_path / "pid").exists():  # it came so far
+        about = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+        until(lambda: not about.exists() or ") Z " in about.read_text())
+        assert not about.exists() or ") Z " in about.read_text(), "its child lives"
+
+
+def lose_a_node(out: str) -> None:
+    """Two nodes on this machine work on a study, and one is killed when both are at work."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    reachable(monkeypatch, slow)
+    runner.run_cell, workers.RETRIES = waiting, 1
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-        out, removed = tmp_path / "out", []
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
 
-        def remove() -> None:
-            while len(list(out.glob("*.begun"))) < 2:  # both are at work
-                time.sleep(0.05)
-            cluster.remove_node(nodes[0], allow_graceful=False)
-            removed.append(len(list(out.glob("rows/*.json"))))
+    def remove() -> None:
+        until(lambda: len(list(Path(out).glob("*.begun"))) == 2)
+        print("begun on", len(list(Path(out).glob("*.begun"))), flush=True)
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        (Path(out) / "gone").touch()
 
-        killer = threading.Thread(target=remove, daemon=True)
-        killer.start()
-        outcome = runner.run_study(make(), out, lambda count: workers.Ray(cluster.address))
-        killer.join(300)
-    finally:
-        cluster.shutdown()
-    assert removed
-    assert removed[0] < len(make().cells()), "the node was killed in the middle"
-    assert outcome.failed == []
-    rows = {row["cell"]: row["status"] for row in results.read_rows(out)}
+    threading.Thread(target=remove, daemon=True).start()
+    outcome = runner.run_study(make(), out, lambda count: workers.Ray(cluster.address))
+    print("failed", outcome.failed, flush=True)
+    cluster.shutdown()
+
+
+@pytest.mark.trust
+def test_a_node_that_disappears(tmp_path: Path) -> None:
+    """The other node does every cell."""
+    pytest.importorskip("ray")
+    said = bounded("lose_a_node", str(tmp_path))
+    assert "begun on 2" in said, said[-2000:]
+    assert "failed []" in said, said[-2000:]
+    rows = {row["cell"]: row["status"] for row in results.read_rows(tmp_path)}
     assert rows == {cell.name: "done" for cell in make().cells()}
 
 
-MEMORY = """
-import os, sys, time
-import ray
-from rankwise.studies import workers
-workers.RETRIES = 1
-low = {"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": 200, "task_oom_retry_delay_base_ms": 100}
-init = ray.init
-ray.init = lambda **given: init(**given, _system_config=low)
-with workers.Ray("local", 1) as engine:
-    workers.run([workers.StudyJob("a", time.sleep, (600,))], engine, lambda job, error: print("ENDED", error))
-"""
+def run_out_of_memory() -> None:
+    import ray
+
+    workers.RETRIES = 1
+    low = {"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": 200, "task_oom_retry_delay_base_ms": 100}
+    init = ray.init
+    ray.init = lambda **given: init(**given, _system_config=low)
+    with workers.Ray("local", 1) as engine:
+        workers.run([workers.StudyJob("a", time.sleep, (600,))], engine, lambda job, error: print("ENDED", error))
 
 
 @pytest.mark.trust
-def test_a_task_that_ray_ends_for_lack_of_memory(tmp_path: Path) -> None:
+def test_a_task_that_ray_ends_for_lack_of_memory() -> None:
     """It is tried again so often as one whose process died, and no more: Ray itself would never stop."""
     pytest.importorskip("ray")
-    source = str(Path(runner.__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    environment.pop("RAY_task_oom_retries", None)
-    command = [sys.executable, "-c", MEMORY]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=tmp_path)
-    assert "ENDED Ray lost it: OutOfMemoryError" in done.stdout, done.stderr[-2000:]
+    assert "ENDED Ray lost it: OutOfMemoryError" in bounded("run_out_of_memory")
+
+
+def lose_workers(kind: str, out: str) -> None:
+    runner.run_cell, workers.RETRIES = hungry, 1
+    place = (lambda count: workers.Pool(1)) if kind == "pool" else (lambda count: workers.Ray("local", 1))
+    print("failed", len(runner.run_study(make(), out, place).failed))
 
 
 @pytest.mark.trust
 @pytest.mark.parametrize("kind", ["pool", "ray"])
-def test_a_killed_worker_leaves_every_row_or_a_row_that_says_why(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_leaves_every_row_or_a_row_that_says_why(kind: str, tmp_path: Path) -> None:
     """The worker of some cells is killed whenever they run: their rows say so, and the others are done."""
     if kind == "ray":
         pytest.importorskip("ray")
-    reachable(monkeypatch, hungry)
-    place = (lambda count: workers.Pool(1)) if kind == "pool" else (lambda count: workers.Ray("local", 1))
-    outcome = runner.run_study(make(), tmp_path, place)
+    assert "failed 2" in bounded("lose_workers", kind, str(tmp_path))
     rows = {row["cell"]: row for row in results.read_rows(tmp_path)}
     assert set(rows) == {cell.name for cell in make().cells()}
     for row in rows.values():
         assert row["status"] == ("failed" if row["label"] == "alds" else "done"), row.get("error")
     assert all("died" in r["error"] or "Ray lost it" in r["error"] for r in rows.values() if r["status"] == "failed")
-    assert len(outcome.failed) == 2
-    monkeypatch.undo()
     again = runner.run_study(make(), tmp_path, lambda count: workers.Here(), again=True)
     assert (len(again.before), len(again.done), again.failed) == (2, 2, [])

@@ -29,9 +29,11 @@ def name_of(writer: Writer) -> str:
 
 @pytest.mark.parametrize("writer", writers.QUICK, ids=name_of)
 def test_after_a_crash_a_reader_finds_the_old_or_the_new(writer: Writer) -> None:
-    most, stride = (4, 5) if writer in (writers.REPORT, writers.OVER_TRAINED) else (32, 1)
-    if writer is writers.REPORT:
+    most, stride = (4, 5) if writer in (writers.REPORT, writers.SINGLE, writers.OVER_TRAINED) else (32, 1)
+    if writer in (writers.REPORT, writers.SINGLE):
         pytest.importorskip("plotly")
+    if writer is writers.FIGURES:
+        pytest.importorskip("matplotlib")
     found = explore(writer, most, stride)
     assert not found.violations
     assert found.states >= 20
@@ -48,6 +50,14 @@ def test_a_folder_for_transformers_is_never_of_two_versions() -> None:
 @pytest.mark.parametrize("writer", [writers.TRAIN, writers.RETRAIN], ids=name_of)
 def test_after_a_crash_a_training_goes_on(writer: Writer) -> None:
     found = explore(writer, most=4, stride=3, every=30)
+    assert not found.violations
+    assert found.states >= 30
+
+
+@pytest.mark.parametrize("writer", [writers.ITERATE, writers.DEMO], ids=name_of)
+def test_after_a_crash_of_what_writes_many_files(writer: Writer) -> None:
+    pytest.importorskip("plotly")
+    found = explore(writer, most=2, stride=9, every=25)
     assert not found.violations
     assert found.states >= 30
 
@@ -83,6 +93,7 @@ def in_place(patch: pytest.MonkeyPatch) -> None:
         (plan_first, writers.NETWORK),
         (no_waiting_plan, writers.NETWORK),
         (in_place, writers.TABLE),
+        (unflushed_folders, writers.ITERATE),
     ],
     ids=lambda value: getattr(value, "name", None) or value.__name__,
 )

@@ -19,10 +19,13 @@ from torch import nn
 
 import made_rows
 import rankwise as rw
+from rankwise.cli import demo
 from rankwise.deploy.export import TARGETS, export, open_exported
 from rankwise.errors import RankwiseError
 from rankwise.models import networks
+from rankwise.reports import charts, curves
 from rankwise.reports.html import write_report
+from rankwise.reports.single import write_report as write_single
 from rankwise.studies import runner, store, workers
 from rankwise.studies.study import fill_in
 from rankwise.studies.study_file import make_study
@@ -89,6 +92,19 @@ def versions(
             raise Violation(f"version {done} or {done + 1} was expected, and another was found")
 
     return Writer(name, prepare, write_all, check)
+
+
+def once(check: Callable[[Path], None]) -> Callable[[Path], None]:
+    """`check` of a folder, unless one with the same contents has passed: most states differ elsewhere."""
+    passed: set[tuple[tuple[str, bytes], ...]] = set()
+
+    def call(folder: Path) -> None:
+        held = tuple((p.name, p.read_bytes()) for p in sorted(folder.iterdir()))
+        if held not in passed:
+            check(folder)
+            passed.add(held)
+
+    return call
 
 
 # ---- plans, tables, networks -----------------------------------------------------------------------------
@@ -303,6 +319,62 @@ RETRAIN = training(
 )
 
 
+def _iterate(folder: Path, again: bool) -> Any:
+    rounds = steps.Rounds(2, "svd", calibrate=0)
+    return steps.iterate("digits-cnn", _run(folder, again), rounds, folder.parent / "out" / "model.safetensors")
+
+
+def iterating() -> Writer:
+    """Two rounds: after a crash each is done and whole, or can be gone on with."""
+    known: dict[int, bytes] = {}
+
+    def prepare(folder: Path) -> None:
+        over_trained(folder.parent, 0)
+        other = folder.parent / "whole"
+        other.mkdir(exist_ok=True)
+        _iterate(other, False)
+        known.update({i: (other / "out" / f"round-{i}" / "model.safetensors").read_bytes() for i in (1, 2)})
+
+    def write(folder: Path, note: Recorder) -> None:
+        with Marks(note):
+            _iterate(folder, False)
+        note.mark("done")
+
+    def is_done(out: Path) -> bool:
+        row = out / steps.ROW
+        return row.is_file() and results.files.parse(row.read_bytes(), "row").get("status") == "done"
+
+    def check_round(out: Path) -> None:
+        try:
+            if is_done(out):
+                if (out / "model.safetensors").read_bytes() != known[int(out.name[-1])]:
+                    raise Violation(f"the row of {out.name} says done, and the network is another one")
+                checkpoint.load(out, networks.build("digits-cnn"))
+            elif (content := resume.read(out)) is not None:
+                resume.plan_of(resume.loads(content, "the state"), "the state")
+        except (RankwiseError, OSError) as err:
+            raise Violation(f"{out.name}: {type(err).__name__}: {err}") from err
+
+    checked = once(check_round)
+
+    def check(folder: Path, state: State) -> None:
+        rounds = [out for i in (1, 2) if (out := folder / "out" / f"round-{i}").is_dir()]
+        for out in rounds:
+            checked(out)
+        if "done" in state.marks and not (len(rounds) == 2 and all(map(is_done, rounds))):
+            raise Violation("both rounds were done, and one is not")
+
+    def go_on(folder: Path) -> None:
+        _iterate(folder, True)
+        if (folder / "out" / "round-2" / "model.safetensors").read_bytes() != known[2]:
+            raise Violation("resumed after the crash, it is another network")
+
+    return Writer("iterate", prepare, write, check, go_on)
+
+
+ITERATE = iterating()
+
+
 # ---- rows, stores, studies -------------------------------------------------------------------------------
 
 ROW = versions(
@@ -425,6 +497,50 @@ def _read_bytes(path: Path) -> bytes:
 
 
 REPORT = versions("report", _report, lambda folder: _read_bytes(folder / "report.html"), 2)
+SINGLE = versions(
+    "report of one compression",
+    lambda folder, i: write_single(folder / "report.html", {"plan": compressed(i)[1].to_json()}),
+    lambda folder: _read_bytes(folder / "report.html"),
+    2,
+)
+
+
+@cache
+def _panels(i: int) -> Any:
+    return curves.panels([made_rows.row(top1=80.0 + i, retrained={"top1": 85.0 + i, "n": 3})])
+
+
+def _figures(folder: Path, i: int) -> dict[str, bytes]:
+    labels = {line.label: 0 for panel in _panels(i) for stage in panel.stages for line in stage.lines}
+    return {path.name: path.read_bytes() for path in charts.write_figures(folder / "new" / "png", _panels(i), labels)}
+
+
+def figures() -> Writer:
+    """Each is whole, old or new; which of them are new is not said."""
+    known: dict[int, dict[str, bytes]] = {}
+
+    def prepare(folder: Path) -> None:
+        known.update({i: _figures(folder.parent / "made", i) for i in (1, 2)})
+        assert len(known[1]) > 1, "there are several, or the test could not fail"
+
+    def write(folder: Path, note: Recorder) -> None:
+        for i in (1, 2):
+            _figures(folder, i)
+            note.mark(i)
+
+    def check(folder: Path, state: State) -> None:
+        done = max(state.marks, default=0)
+        for name in known[1]:
+            path = folder / "new" / "png" / name
+            content = path.read_bytes() if path.exists() else None
+            allowed = [known[i][name] for i in (done, done + 1) if i in known] + ([] if done else [None])
+            if content not in allowed:
+                raise Violation(f"{name} is neither old nor new after {done}")
+
+    return Writer("report, figures", prepare, write, check)
+
+
+FIGURES = figures()
 
 
 def _export(to: str) -> Callable[[Path, int], None]:
@@ -474,6 +590,44 @@ def _read_times(folder: Path) -> object:
 
 TIMES = versions("measured times", _times, _read_times)
 
-QUICK = (PLAN, TABLE, NETWORK, NEW_NETWORK, OVER_TRAINED, STATE, ROW, STORE, REPORT, TIMES)
-SLOW = (TRAIN, RETRAIN, STUDY, LANGUAGE, EXPORTED, ONNX)
+
+# ---- the demo --------------------------------------------------------------------------------------------
+
+
+def _write_demo(folder: Path, note: Recorder) -> None:
+    """One method, one keep, one epoch: what is written is the same as in the long one."""
+    short = {"METHODS": ("svd",), "KEEPS": (0.5,), "RETRAINED": (), "REPEATS": 1, "EPOCHS": 1, "SHOWN": ("svd", 0.5)}
+    before = {name: getattr(demo, name) for name in short}
+    try:
+        for name, value in short.items():
+            setattr(demo, name, value)
+        demo.run_demo(folder / "d")
+    finally:
+        for name, value in before.items():
+            setattr(demo, name, value)
+    note.mark("done")
+
+
+_loaded = once(lambda folder: rw.load(folder, networks.build("digits-cnn")) and None)
+
+
+def _check_demo(folder: Path, state: State) -> None:
+    out = folder / "d"
+    try:
+        rows = results.read_rows(out) if (out / "rows").is_dir() else []
+        for row in rows:
+            rw.Plan.load(out / row["plan"])
+            results.files.parse((out / row["spectra"]).read_bytes(), "spectra")
+            networks.load_weights_(networks.build("digits-cnn"), out / row["weights"])
+            _loaded(out / "compressed")
+    except (RankwiseError, OSError) as err:
+        raise Violation(f"{type(err).__name__}: {err}") from err
+    if "done" in state.marks and not (rows and (out / "report.html").read_bytes().rstrip().endswith(b"</html>")):
+        raise Violation("the demo was over, and its row or its report is gone")
+
+
+DEMO = Writer("demo", lambda folder: None, _write_demo, _check_demo)
+
+QUICK = (PLAN, TABLE, NETWORK, NEW_NETWORK, OVER_TRAINED, STATE, ROW, STORE, REPORT, SINGLE, FIGURES, TIMES)
+SLOW = (TRAIN, RETRAIN, ITERATE, STUDY, DEMO, LANGUAGE, EXPORTED, ONNX)
 WRITERS = QUICK + SLOW
