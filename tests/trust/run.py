@@ -1,9 +1,10 @@
 """`make trust`: crash states, failing operations, fuzzing and the long tests, as one table.
 
-    python tests/trust/run.py [--inputs 1000000] [--only KIND …] [--thin 1] [--cores 2] [--out FILE]
+    python tests/trust/run.py [--inputs 1000000] [--only KIND …] [--names NAME …] [--thin 1] [--cores 2] [--out FILE]
 
 Jobs run in two processes at a time. Seconds are those of the processor, so that the table means the same on a busy
-machine. With --thin N about one N-th of the crash states and of the failing operations is tried.
+machine. With --thin N about one N-th of the crash states and of the failing operations is tried. With --lines FILE the
+lines of the table are kept there as they come: what was stopped goes on, and parts are joined into one table.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -153,24 +154,53 @@ def fault(name: str, thin: int) -> Any:
         return faults.explore(command, replace(faults.ALL, stride=thin))
 
 
-def jobs(only: list[str], inputs: int, thin: int) -> Iterator[Callable[[], list[Line]]]:
+def jobs(only: list[str], inputs: int, thin: int, wanted: Callable[[str], bool]) -> Iterator[Callable[[], list[Line]]]:
     """Long jobs first; short ones share a process, because importing torch takes longer than they do."""
     import fuzz as targets
 
     from trust import faults, writers
 
-    if "crash" in only:
+    if "crash" in only and wanted("crash: study"):
         yield partial(group, "crash", "study", thin)
-    if "tests" in only:
+    if "tests" in only and wanted("tests marked trust"):
         yield long_tests
-    if "supply" in only:
+    if "supply" in only and wanted("supply: pinned dependencies"):
         yield supply
     if "fuzz" in only:
-        yield from (partial(fuzz, name, inputs) for name in targets.TARGETS)
+        yield from (partial(fuzz, name, inputs) for name in targets.TARGETS if wanted(f"fuzz: {name}"))
     if "fault" in only:
-        yield from (partial(group, "fault", command.name, thin) for command in faults.COMMANDS)
-    if "crash" in only:
-        yield partial(group, "crash", "|".join(w.name for w in writers.WRITERS if w.name != "study"), thin)
+        names = [command.name for command in faults.COMMANDS if wanted(f"fault: {command.name}")]
+        yield from (partial(group, "fault", name, thin) for name in names)
+    names = [w.name for w in writers.WRITERS if w.name != "study" and wanted(f"crash: {w.name}")]
+    if "crash" in only and names:
+        yield partial(group, "crash", "|".join(names), thin)
+
+
+class Lines:
+    """The lines of the table; in a file, too, where one is given."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        kept = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.found: list[Line] = list({line["name"]: line for line in map(json.loads, kept)}.values())
+
+    def add(self, line: Line) -> None:
+        line = {**line, "commit": commit()}
+        self.found = [other for other in self.found if other["name"] != line["name"]] + [line]
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def missing(self, name: str) -> bool:
+        """Whether there is no good line of that name; some say more behind it: how many tests, what is not known."""
+        good = [line["name"] for line in self.found if not line["violations"]]
+        return not any(text == name or text.startswith((f"{name}: ", f"{name}; ")) for text in good)
+
+
+@cache
+def commit() -> str:
+    done = ran(["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"], HERE)
+    return done.out.strip() or "unknown"
 
 
 def shown(found: list[Line]) -> str:
@@ -183,27 +213,37 @@ def shown(found: list[Line]) -> str:
     wrong = sum(len(line["violations"]) for line in found)
     body.append(("all", *sums, f"{sum(line['seconds'] for line in found):,.0f}", str(wrong)))
     rows = [HEAD, ("---", *["---:"] * 5), *body]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    commits = ", ".join(sorted({line.get("commit", "") for line in found}))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\ncommit {commits}"
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=10**6)
     parser.add_argument("--thin", type=int, default=1)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--lines", type=Path)
+    parser.add_argument("--names", nargs="*", metavar="NAME", help="such as 'fuzz: plan'")
     parser.add_argument("--job", nargs=2, metavar=("KIND", "NAME"))
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS)
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = arguments()
     if given.job:
         job(*given.job, given.thin)
         return 0
     start = time.perf_counter()
-    found: list[Line] = []
+    lines = Lines(given.lines)
+
+    def wanted(name: str) -> bool:
+        return lines.missing(name) and (given.names is None or name in given.names)
 
     def tell(work: Callable[[], list[Line]]) -> None:
         for line in work():
-            found.append(line)
+            lines.add(line)
             print(f"{line['name']}: {line['seconds']:.0f} s, {len(line['violations'])} violations", file=sys.stderr)
             for text in line["violations"][:5]:
                 print(f"    {text}", file=sys.stderr, flush=True)
@@ -211,18 +251,18 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ThreadPoolExecutor(given.cores) as pool:
         try:
-            for future in [pool.submit(tell, work) for work in jobs(given.only, given.inputs, given.thin)]:
+            for future in [pool.submit(tell, work) for work in jobs(given.only, given.inputs, given.thin, wanted)]:
                 future.result()
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(RUNNING):
                 end(process)
             return 130
-    table = f"{shown(found)}\n\n{(time.perf_counter() - start) / 60:.0f} minutes by the clock"
+    table = f"{shown(lines.found)}, {(time.perf_counter() - start) / 60:.0f} minutes by the clock"
     print(table)
     if given.out:
         given.out.write_text(table + "\n")
-    return 1 if any(line["violations"] for line in found) else 0
+    return 1 if any(line["violations"] for line in lines.found) else 0
 
 
 if __name__ == "__main__":
