@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.__main__ import main
-from rankwise.calibration import effect_table, output_metric
+from rankwise.calibration import effect_table, in_order, output_metric
 from rankwise.calibration.effect_table import each_influence, needed, passes
 from rankwise.calibration.inputs import CALIBRATION, Inputs
 from rankwise.calibration.output_metric import influences
@@ -163,3 +163,31 @@ def test_wide_layers_are_fitted_in_single_precision(wide: int, monkeypatch: pyte
     with torch.no_grad():
         one, other = (net(x) for net in nets)
     assert torch.allclose(one, other, atol=0.02 * float(other.std()))
+
+
+def test_passes_that_find_no_room_begin_again_where_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early layers, whose activations are large, see some inputs; those behind the pooling see all of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 24, 3, padding=1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *(nn.Linear(24, 24) for _ in range(6)), nn.Linear(24, 6)),
+    ).eval()
+    x = images(96)
+    seen: dict[str, list[int]] = {}
+    add = in_order.LayerStatistics.add
+
+    def count(self: Any, layer: Any, half: int, given: Tensor, wanted: Tensor, spots: Tensor) -> None:
+        seen.setdefault(layer.name, [0, 0])[half] += len(given)
+        add(self, layer, half, given, wanted, spots)
+
+    monkeypatch.setattr(in_order.LayerStatistics, "add", count)
+    monkeypatch.setattr(in_order, "PIECE", 8 * 3 * 64)  # eight images
+    monkeypatch.setattr(in_order, "HELD", in_order.LIVE * 4 * 24 * 64 * 20)  # some twenty, where there are 24 channels
+    small, _ = rw.compress(model, x[:1], keep=0.35, data=[x], exclude="12")
+    assert {"2", "11"} <= set(seen), "both are fitted in order"
+    halves = [len(half) for half in Inputs([x], CALIBRATION).halves]
+    assert sum(seen["2"]) < sum(halves) / 2
+    assert min(seen["2"]) > 0
+    assert seen["11"] == halves
+    with torch.no_grad():
+        assert float((small(x) - model(x)).square().mean()) < float(model(x).var())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -23,7 +24,8 @@ from rankwise.surgery.forward import run_example
 
 HELD = 1 << 30  # bytes of activations that passes may hold at a layer
 PIECE = 1 << 22  # entries of images that run at once
-LIVE = 6  # tensors like a layer's input that a pass of both networks holds there, about
+LIVE = 4  # tensors as large as the largest of late that a pass of both networks holds, about: shortcuts stay alive
+LATE = 4  # layers
 TINY = 1e-9  # of the mean, added to the diagonal of moments
 ROWS, LEAST = 16, 16  # patches for each dimension over all inputs, and of each input at least
 
@@ -49,47 +51,71 @@ def through(weight: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
     return (rows @ inputs[:, :, None]).flatten()
 
 
+@dataclass(eq=False)
+class _Pass:
+    """One piece of the inputs on its way through both networks."""
+
+    half: int
+    piece: Portion
+    ours: Track
+    theirs: Track
+    sizes: deque[int] = field(default_factory=lambda: deque(maxlen=LATE))  # bytes of what layers got and gave of late
+
+    @property
+    def held(self) -> int:
+        return LIVE * max(self.sizes, default=0)
+
+
 class Crowd:
-    """Passes of both networks, side by side: as many as may be held at a layer."""
+    """Passes of both networks, side by side: as many as may be held at a layer; the others wait, or begin again."""
 
     def __init__(self, model: nn.Module, small: nn.Module, inputs: Inputs, running: list[Track]) -> None:
         self.model, self.small, self.running = model, small, running
         halves = [[(half, piece) for piece in part.pieces(PIECE)] for half, part in enumerate(inputs.halves)]
         # In turns, so that both halves have joined at any time.
-        self.waiting = [piece for both in zip_longest(*halves) for piece in both if piece is not None]
+        self.waiting = deque(piece for both in zip_longest(*halves) for piece in both if piece is not None)
         self.count = sum(len(p) for p in inputs.halves)
-        self.pairs: list[tuple[int, Track, Track]] = []  # half, passes of both networks
+        self.passes: list[_Pass] = []
         self.random = torch.Generator().manual_seed(0)
 
     def gather(self, layer: Layer) -> LayerStatistics | None:
         """What the layer gets in the small network and gives in the original."""
         sums = LayerStatistics()
         held = 0.0
-        for entry in list(self.pairs):
-            held += self._add(sums, layer, entry, held)
+        for one in list(self.passes):
+            held += self._add(sums, layer, one) if held < HELD or self._needed(one) else self._send_back(one)
         while self.waiting and held < HELD:
-            half, piece = self.waiting.pop(0)
+            half, piece = self.waiting.popleft()
             ours, theirs = (Track(partial(_run, net, piece)) for net in (self.model, self.small))
-            self.running += [ours, theirs]
-            entry = (half, ours, theirs)
-            self.pairs.append(entry)
-            held += self._add(sums, layer, entry, held)
+            one = _Pass(half, piece, ours, theirs)
+            self.running += [one.ours, one.theirs]
+            self.passes.append(one)
+            held += self._add(sums, layer, one)
         return sums if sums.seen else None
 
-    def _add(self, sums: LayerStatistics, layer: Layer, entry: tuple[int, Track, Track], held: float) -> float:
+    def _needed(self, one: _Pass) -> bool:
+        """Whether it is the only one of its half."""
+        return sum(other.half == one.half for other in self.passes) == 1
+
+    def _send_back(self, one: _Pass) -> float:
+        """There is no room for it here: it begins again at a layer where there is."""
+        for track in (one.ours, one.theirs):
+            track.drop()
+        self.passes.remove(one)
+        self.waiting.append((one.half, one.piece))
+        return 0.0
+
+    def _add(self, sums: LayerStatistics, layer: Layer, one: _Pass) -> float:
         """Let both passes come to the layer, and add what they have; the bytes that they hold there."""
-        half, ours, theirs = entry
-        if held > HELD:
-            for track in (ours, theirs):
-                track.drop()
-        wanted, given = ours.resume(layer.name), theirs.resume(layer.name)
-        if ours.ended or theirs.ended:
-            self.pairs.remove(entry)
+        wanted, given = one.ours.resume(layer.name), one.theirs.resume(layer.name)
+        if one.ours.ended or one.theirs.ended:
+            self.passes.remove(one)
         if wanted is None or given is None:
             return 0.0
         wanted_rows = max(LEAST, -(-ROWS * patch_size(layer) // max(1, self.count)))
-        sums.add(layer, half, given, wanted, spots_of(layer, given, wanted, wanted_rows, self.random))
-        return float(LIVE * given.numel() * given.element_size())
+        sums.add(layer, one.half, given, wanted, spots_of(layer, given, wanted, wanted_rows, self.random))
+        one.sizes.append(max(t.numel() * t.element_size() for t in (given, wanted)))
+        return float(one.held)
 
 
 def _run(network: nn.Module, piece: Portion) -> None:
