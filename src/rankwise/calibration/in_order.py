@@ -52,7 +52,7 @@ def through(weight: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Pass:
+class _Companions:
     """One piece of the inputs on its way through both networks."""
 
     half: int
@@ -75,7 +75,7 @@ class Crowd:
         # In turns, so that both halves have joined at any time.
         self.waiting = deque(piece for both in zip_longest(*halves) for piece in both if piece is not None)
         self.count = sum(len(p) for p in inputs.halves)
-        self.passes: list[_Pass] = []
+        self.passes: list[_Companions] = []
         self.random = torch.Generator().manual_seed(0)
 
     def gather(self, layer: Layer) -> LayerStatistics | None:
@@ -87,17 +87,17 @@ class Crowd:
         while self.waiting and held < HELD:
             half, piece = self.waiting.popleft()
             ours, theirs = (Track(partial(_run, net, piece)) for net in (self.model, self.small))
-            one = _Pass(half, piece, ours, theirs)
+            one = _Companions(half, piece, ours, theirs)
             self.running += [one.ours, one.theirs]
             self.passes.append(one)
             held += self._add(sums, layer, one)
         return sums if sums.seen else None
 
-    def _needed(self, one: _Pass) -> bool:
+    def _needed(self, one: _Companions) -> bool:
         """Whether it is the only one of its half."""
         return sum(other.half == one.half for other in self.passes) == 1
 
-    def _send_back(self, one: _Pass) -> float:
+    def _send_back(self, one: _Companions) -> float:
         """There is no room for it here: it begins again at a layer where there is."""
         for track in (one.ours, one.theirs):
             track.drop()
@@ -105,7 +105,7 @@ class Crowd:
         self.waiting.append((one.half, one.piece))
         return 0.0
 
-    def _add(self, sums: LayerStatistics, layer: Layer, one: _Pass) -> float:
+    def _add(self, sums: LayerStatistics, layer: Layer, one: _Companions) -> float:
         """Let both passes come to the layer, and add what they have; the bytes that they hold there."""
         wanted, given = one.ours.resume(layer.name), one.theirs.resume(layer.name)
         if one.ours.ended or one.theirs.ended:
