@@ -46,7 +46,7 @@ class Method:
 class SearchChanges(TypedDict, total=False):
     """Settings of methods that are no folds or slices; see `SettingChanges`."""
 
-    error: str | None  # the measure of a layer's error: bound, rss, max, exact, energy, residual, output or effect
+    error: str | None  # the measure of a layer's error: bound, rss, max, exact, energy, convex, residual, output or effect
     search: str | None  # how the budget is split: sum, minimax, alternate, penalty, product or constant
     seed: int | None  # of random starts
     starts: int | None  # random starts of the search `alternate`, and of clusters
@@ -79,7 +79,7 @@ def _register(*methods: Method) -> dict[str, Method]:
     return {m.name: m for m in methods}
 
 
-AUTO = Settings()
+AUTO = Settings(error="convex")  # of weights; with inputs it is `effect` (compression/basis.py)
 _ALDS = Settings(folds=(0,), slices="all", error="bound", search="alternate")
 _ONE = replace(_ALDS, slices=1)
 

@@ -105,6 +105,8 @@ def test_networks_of_tokens_are_not_planned_by_their_weights_without_a_word() ->
     assert any("mostly ruined" in warning for warning in plan.warnings)
     _, plan = rw.compress(model, tokens, keep=0.8, data=[torch.randint(50, (32, 5))])
     assert not any("ruined" in warning for warning in plan.warnings)
+    wide = nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    assert any("mostly ruined" in warning for warning in rw.compress(wide, keep=0.95)[1].warnings)  # no example
 
 
 def test_as_many_inputs_as_the_time_allows() -> None:

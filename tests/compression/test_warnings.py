@@ -101,7 +101,7 @@ def test_weights_alone_where_there_are_no_inputs(make: Any, norm: bool, example:
     assert "weights alone" in warning
     assert "\n" not in warning
     assert plan.inputs is None
-    wanted, same = rw.compress(model, example, keep=0.6, error="energy")
+    wanted, same = rw.compress(model, example, keep=0.6, error="convex")
     assert plan.layers == same.layers
     assert all(torch.equal(a, b) for a, b in zip(small.parameters(), wanted.parameters(), strict=True))
     assert rw.Plan.loads(plan.dumps()) == plan

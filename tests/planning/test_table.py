@@ -511,3 +511,29 @@ def test_exact_refuses_weights_that_were_trained_since() -> None:
     assert "stale" in check_sentence(
         lambda: rw.allocate(table, rw.Budget(params=0.6), method="alds", groups=[1, 2], error="exact")
     )
+
+
+@pytest.mark.parametrize("decomposition", ["svd", "messi", "tucker2", "cp"])
+def test_convex_follows_from_energy(decomposition: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.Conv2d(8, 8, 3))
+    table = rw.build_table(model, decompositions=(decomposition,))
+    for layer in table.coverage.layers:
+        for option in table.options(layer):
+            energy, convex = (table.curve(layer, option, m).values() for m in ("energy", "convex"))
+            lost = np.clip(energy[1:], 0, 1)
+            np.testing.assert_allclose(convex[1:] * (1 - lost) ** 2, lost, atol=1e-9)
+            assert np.isfinite(convex).all()
+            assert (np.diff(convex) <= 1e-9).all()
+
+
+def test_convex_does_not_give_up_the_largest_layer() -> None:
+    """Where one layer has most of the params, least Σ energy takes nearly all from it; for this measure that is dear."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), *(nn.Linear(512, 64), nn.Linear(64, 64)), nn.Linear(64, 64))
+    table = rw.build_table(model)
+    plans = {m: rw.allocate(table, rw.Budget(params=0.35), "auto", error=m) for m in ("energy", "convex")}
+    worst = {m: max(choice.error["energy"] for choice in plan.choices) for m, plan in plans.items()}
+    assert worst["convex"] < worst["energy"]
+    assert rw.allocate(table, rw.Budget(params=0.35)) == plans["convex"]
+    assert rw.Plan.loads(plans["convex"].dumps()) == plans["convex"]

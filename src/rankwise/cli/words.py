@@ -8,7 +8,7 @@ from __future__ import annotations
 METHODS = (
     "alds, alds+, alds-error, alds-simple, svd-error, svd, l-rank, svd-energy, pca, messi, tucker2, cp, ft, pfp, auto"
 )
-MEASURES = "bound, rss, max, energy, residual, exact, output, effect"
+MEASURES = "bound, rss, max, energy, residual, exact, convex, output, effect"
 DECOMPOSITIONS = "svd, pca, messi, tucker2, whitened, whitened-tucker2, cp, whitened-cp, embedding"
 CLUSTERINGS = "consecutive, kmeans, projective, projective-robust"
 SEARCHES = "alternate, minimax, sum, penalty, product, constant"

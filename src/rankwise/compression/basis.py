@@ -36,7 +36,8 @@ Watch = Callable[[str], AbstractContextManager[Progress | None]]
 # Makes a table by calling its second argument, or knows it from before by these settings.
 Tables = Callable[[Settings, Callable[[], Table]], Table]
 
-ALONE = "this plan looks at the weights alone"
+ALONE = "this plan looks at the weights alone (least Σ of `convex` over layers)"
+VOCABULARY = 1000  # rows of an embedding that are those of tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,12 +152,18 @@ def _auto(ground: Ground, settings: Settings, times: Times | None) -> Basis:
         if ground.data is not None:
             raise
         why = f"no data was given, and the effect of layers could not be measured without ({err})"
+    return weights_alone(ground, settings, times, why)
+
+
+def weights_alone(ground: Ground, settings: Settings, times: Times | None, why: str) -> Basis:
+    """What `auto` does when nothing but weights is known, and the plan says so."""
     return by_weights(ground, settings, times, f"{why}: {ALONE}", *_ruinous(ground))
 
 
 def _ruinous(ground: Ground) -> list[str]:
     """Weights alone say little of what networks of tokens do."""
-    if not any(not t.is_floating_point() for t in tensors_of(ground.example)):
+    tables = (m.num_embeddings for m in ground.model.modules() if isinstance(m, nn.Embedding))
+    if all(t.is_floating_point() for t in tensors_of(ground.example)) and max(tables, default=0) < VOCABULARY:
         return []
     return [
         "the network reads tokens, and by their weights alone such networks are mostly ruined: do not use the result "

@@ -18,7 +18,7 @@ from rankwise.calibration.fit import apply_fitted
 from rankwise.calibration.inputs import NOISE, find_inputs
 from rankwise.calibration.judge import judged, keep_if_better_, variance_in
 from rankwise.calibration.synthetic import NoInputs
-from rankwise.compression.basis import ALONE, Basis, Ground, Observations, Tables, Watch, by_weights, failed, make_basis
+from rankwise.compression.basis import Basis, Ground, Observations, Tables, Watch, failed, make_basis, weights_alone
 from rankwise.compression.request import Request
 from rankwise.core.layer import Coverage
 from rankwise.core.linalg import computing_on
@@ -261,7 +261,7 @@ class Compression:
     def _without_inputs(self, budget: Budget, err: LinAlgError) -> tuple[nn.Module, Plan]:
         assert isinstance(self.settings, Settings), "auto decomposes"
         times = self.basis(budget).times
-        plain = by_weights(self.ground, self.settings, times, f"{failed(err)}: {ALONE}")
+        plain = weights_alone(self.ground, self.settings, times, failed(err))
         plan = replace(plain.plan(budget, self.request.method, self.name), weights=self.weights)
         return follow(self.model, plan, plain.seen.moments, self._known), plan
 

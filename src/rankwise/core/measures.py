@@ -9,6 +9,11 @@ With σ_{i,j+1} the first singular value that slice i drops, and W the matrix of
     exact   ‖W − Ŵ‖₂ / ‖W‖₂                the operator norm itself, from the weights, entry by entry
     energy  Σᵢ Σ_{m>j} σ²_{i,m} / ‖W‖²_F   exactly ‖W − Ŵ‖²_F / ‖W‖²_F
 
+One follows from `energy`, for every decomposition that knows it; sums of it are what `auto` minimises where weights are
+all that it has. Most of a layer cannot be given up to save a little of many others:
+
+    convex  energy / (1 − energy)²         r + r² with r = energy lost ÷ energy kept
+
 Two need calibration data: `output` is the share of the layer's outputs' variance that is lost (response.py), `effect`
 the share of the network's outputs' variance, for decompositions that are fitted to data (influence.py).
 One more is not relative; `l-rank` weighs it against the cost:
@@ -61,9 +66,17 @@ FROM_SPECTRA: dict[str, Callable[[Array, float], Array]] = {
     "energy": _energy,
     "residual": _residual,
 }
+def _convex(energy: Array) -> Array:
+    lost = np.clip(energy, 0.0, 1.0)
+    found: Array = lost / np.square(np.maximum(1.0 - lost, NOTHING_KEPT))
+    return found
+
+
+NOTHING_KEPT = 1e-6  # of the energy: nobody plans a layer of rank 0, and infinity is no number of JSON
+DERIVED: dict[str, tuple[str, Callable[[Array], Array]]] = {"convex": ("energy", _convex)}
 RECORDED = ("bound", "rss", "max", "energy")  # what every plan says of every choice
 MEASURES = (*FROM_SPECTRA, "exact")  # of the weights alone
-ALL_MEASURES = (*MEASURES, "output", "effect")
+ALL_MEASURES = (*MEASURES, *DERIVED, "output", "effect")
 
 
 def check_measure(name: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import Array, check_finite
-from rankwise.core.measures import FROM_SPECTRA, RECORDED, Curve, check_measure
+from rankwise.core.measures import DERIVED, FROM_SPECTRA, RECORDED, Curve, check_measure
 from rankwise.core.moments import Moments
 from rankwise.core.option import Option
 from rankwise.decompositions import DECOMPOSITIONS, NOTHING, PLAIN, Scores, Selection, Target, full_rank
@@ -102,6 +102,10 @@ class Table:
     def curve(self, layer: Layer, option: Option, measure: str) -> Curve:
         """The error of a layer by rank. `exact` is evaluated entry by entry, only where it is asked for."""
         key = (layer.name, option, check_measure(measure))
+        if key not in self.cache and measure in DERIVED:
+            base, derive = DERIVED[measure]
+            values = derive(self.curve(layer, option, base).values())
+            self.cache[key] = Curve(values, values)
         if key not in self.cache:
             values = self._given(layer, option).get(measure)
             if values is not None:
