@@ -46,7 +46,7 @@ class Method:
 class SearchChanges(TypedDict, total=False):
     """Settings of methods that are no folds or slices; see `SettingChanges`."""
 
-    error: str | None  # the measure of a layer's error: bound, rss, max, exact, energy, convex, residual, output or effect
+    error: str | None  # of a layer: bound, rss, max, exact, energy, convex, residual, output or effect
     search: str | None  # how the budget is split: sum, minimax, alternate, penalty, product or constant
     seed: int | None  # of random starts
     starts: int | None  # random starts of the search `alternate`, and of clusters

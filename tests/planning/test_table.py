@@ -528,7 +528,7 @@ def test_convex_follows_from_energy(decomposition: str) -> None:
 
 
 def test_convex_does_not_give_up_the_largest_layer() -> None:
-    """Where one layer has most of the params, least Σ energy takes nearly all from it; for this measure that is dear."""
+    """Where one layer has most of the params, least Σ energy takes nearly all of it; this measure does not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), *(nn.Linear(512, 64), nn.Linear(64, 64)), nn.Linear(64, 64))
     table = rw.build_table(model)

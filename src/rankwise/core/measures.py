@@ -66,6 +66,8 @@ FROM_SPECTRA: dict[str, Callable[[Array, float], Array]] = {
     "energy": _energy,
     "residual": _residual,
 }
+
+
 def _convex(energy: Array) -> Array:
     lost = np.clip(energy, 0.0, 1.0)
     found: Array = lost / np.square(np.maximum(1.0 - lost, NOTHING_KEPT))

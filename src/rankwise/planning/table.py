@@ -104,8 +104,8 @@ class Table:
         key = (layer.name, option, check_measure(measure))
         if key not in self.cache and measure in DERIVED:
             base, derive = DERIVED[measure]
-            values = derive(self.curve(layer, option, base).values())
-            self.cache[key] = Curve(values, values)
+            derived = derive(self.curve(layer, option, base).values())
+            self.cache[key] = Curve(derived, derived)
         if key not in self.cache:
             values = self._given(layer, option).get(measure)
             if values is not None:
