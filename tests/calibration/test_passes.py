@@ -184,7 +184,7 @@ def test_passes_that_find_no_room_begin_again_where_there_is(monkeypatch: pytest
 
     monkeypatch.setattr(in_order.LayerStatistics, "add", count)
     monkeypatch.setattr(in_order, "PIECE", 8 * 3 * 64)  # eight images
-    monkeypatch.setattr(in_order, "HELD", in_order.LIVE * 4 * 24 * 64 * 20)  # some twenty, where there are 24 channels
+    monkeypatch.setattr(in_order, "HELD", 2 * 4 * (4 + 24) * 64 * 20)  # some twenty, where there are 24 channels
     small, _ = rw.compress(model, x[:1], keep=0.35, data=[x], exclude="12")
     assert {"2", "11"} <= set(seen), "both are fitted in order"
     halves = [len(half) for half in Inputs([x], CALIBRATION).halves]

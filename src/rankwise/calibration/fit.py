@@ -31,7 +31,7 @@ from rankwise.calibration.answers import changes_of
 from rankwise.calibration.in_order import Crowd, Means, through, wanted_target
 from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
-from rankwise.calibration.lockstep import Gate, tracks, wait_at
+from rankwise.calibration.lockstep import Alive, Gate, tracks, wait_at
 from rankwise.calibration.shrinkage import settle_, target_of_both
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.linalg import precise
@@ -179,7 +179,8 @@ def _fit_in_order_(
     closed: nn.Module,
 ) -> None:
     """All layers in one pass over the inputs; those that are not reached, or called twice, as they are in `closed`."""
-    order = _order(model, tasks, inputs)
+    holds = _order(model, tasks, inputs)
+    order = {name: i for i, name in enumerate(holds)}
     for _, layer in tasks:
         if layer.name not in order:
             swap_modules_(small, {small.get_submodule(layer.name): copy_model(closed.get_submodule(layer.name))})
@@ -189,7 +190,7 @@ def _fit_in_order_(
     looks = {layer.name: partial(_wait_behind, layer.name) for _, layer in ordered}
     means: dict[str, Tensor] = {}
     with undisturbed(model), undisturbed(small), watching(model, looks), tracks() as running:
-        crowd = Crowd(model, small, inputs, running)
+        crowd = Crowd(model, small, inputs, running, holds)
         for choice, layer in ordered:
             one, gate = influence[layer.name], gates[layer.name]
             sums = crowd.gather(layer)
@@ -213,14 +214,16 @@ def _wait_behind(name: str, call: Seen) -> None:
     wait_at(name, call.output)
 
 
-def _order(model: nn.Module, tasks: list[Task], inputs: Inputs) -> dict[str, int]:
-    """Layers in the order in which they run; those that run once only."""
-    calls: dict[str, int] = {}
+def _order(model: nn.Module, tasks: list[Task], inputs: Inputs) -> dict[str, float]:
+    """Layers that run once only, in the order in which they run; and what a pass of one sample holds, in bytes."""
+    calls: dict[str, list[int]] = {}
 
     def look(name: str, _: Seen) -> None:
-        calls[name] = calls.get(name, 0) + 1
+        calls.setdefault(name, []).append(alive.bytes)
 
+    first = inputs.fitted.first(1)
     with undisturbed(model), watching(model, {layer.name: partial(look, layer.name) for _, layer in tasks}):
-        for batch in inputs.fitted.first(1):
-            run_example(model, batch)
-    return {name: i for i, name in enumerate(calls) if calls[name] == 1}
+        for batch in first:
+            with torch.no_grad(), Alive(model) as alive:
+                run_example(model, batch)
+    return {name: held[0] / max(1, len(first)) for name, held in calls.items() if len(held) == 1}

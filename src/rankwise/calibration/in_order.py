@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -24,8 +25,6 @@ from rankwise.surgery.forward import run_example
 
 HELD = 1 << 30  # bytes of activations that passes may hold at a layer
 PIECE = 1 << 22  # entries of images that run at once
-LIVE = 4  # tensors as large as the largest of late that a pass of both networks holds, about: shortcuts stay alive
-LATE = 4  # layers
 TINY = 1e-9  # of the mean, added to the diagonal of moments
 ROWS, LEAST = 16, 16  # patches for each dimension over all inputs, and of each input at least
 
@@ -59,18 +58,18 @@ class _Companions:
     piece: Portion
     ours: Track
     theirs: Track
-    sizes: deque[int] = field(default_factory=lambda: deque(maxlen=LATE))  # bytes of what layers got and gave of late
-
-    @property
-    def held(self) -> int:
-        return LIVE * max(self.sizes, default=0)
 
 
 class Crowd:
-    """Passes of both networks, side by side: as many as may be held at a layer; the others wait, or begin again."""
+    """Passes of both networks, side by side: as many as may be held at a layer; the others wait, or begin again.
 
-    def __init__(self, model: nn.Module, small: nn.Module, inputs: Inputs, running: list[Track]) -> None:
-        self.model, self.small, self.running = model, small, running
+    `holds` are bytes that a pass of one sample holds behind each layer.
+    """
+
+    def __init__(
+        self, model: nn.Module, small: nn.Module, inputs: Inputs, running: list[Track], holds: Mapping[str, float]
+    ) -> None:
+        self.model, self.small, self.running, self.holds = model, small, running, holds
         halves = [[(half, piece) for piece in part.pieces(PIECE)] for half, part in enumerate(inputs.halves)]
         # In turns, so that both halves have joined at any time.
         self.waiting = deque(piece for both in zip_longest(*halves) for piece in both if piece is not None)
@@ -114,8 +113,7 @@ class Crowd:
             return 0.0
         wanted_rows = max(LEAST, -(-ROWS * patch_size(layer) // max(1, self.count)))
         sums.add(layer, one.half, given, wanted, spots_of(layer, given, wanted, wanted_rows, self.random))
-        one.sizes.append(max(t.numel() * t.element_size() for t in (given, wanted)))
-        return float(one.held)
+        return 2 * self.holds[layer.name] * len(one.piece)
 
 
 def _run(network: nn.Module, piece: Portion) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rankwise.core.memory import give_back
 
@@ -108,6 +111,32 @@ class Gate(nn.Module):
     def forward(self, given: Tensor) -> Any:
         wait_at(self.name, given)
         return self.inner(given)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of what was computed inside and is still there: a network that waits at a layer holds more than
+    the layer's input, since every function that is running keeps its arguments.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        known = (*model.parameters(), *model.buffers())
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._made: dict[int, tuple[Any, int]] = {}  # a weak reference and its bytes, by address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        return found
+
+    @property
+    def bytes(self) -> int:
+        self._made = {at: one for at, one in self._made.items() if not one[0].expired()}
+        return sum(size for _, size in self._made.values())
 
 
 @contextmanager
