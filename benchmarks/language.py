@@ -1,14 +1,15 @@
 """`auto` on a small Llama and on a sentence encoder, beside uniform SVD-LLM at the same number of parameters.
 
     python benchmarks/language.py stories15m|minilm --networks DIR --text DIR [--keep K ...] [--recover EFFORT]
-        [--tokens N] [--held-out] [--threads N]
+        [--blocks] [--tokens N] [--held-out] [--threads N]
 
 DIR of networks holds the Hugging Face folders stories15m and minilm, DIR of text tinystories-{calibration,test}.txt and
 stsb-en-{train,dev}.csv. stories15M is calibrated on 64 windows of 256 tokens and scored by perplexity on the first N
 tokens of the test text in windows of 256; MiniLM is calibrated on 256 sentences of the training pairs and scored by the
 Spearman correlation of cosines of mean-pooled states with the given scores on the dev pairs. With --held-out the scores
 are on text behind the calibration text instead, for choices between methods: nothing is chosen by the test text. Each
-row is one job from the model to the network, in CPU seconds of one thread.
+row is one job from the model to the network, in CPU seconds of one thread. --blocks adds a row of the same network,
+taken block by block.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import rankwise as rw
-from rankwise.compression import Compression, Request
+from rankwise.compression import BlockCompression, Compression, Request
 
 WINDOWS, LENGTH = 64, 256
 SENTENCES = 256
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--keep", type=float, action="append")
     parser.add_argument("--recover", default="0")
+    parser.add_argument("--blocks", action="store_true")
     parser.add_argument("--tokens", type=int, default=10_240)
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
@@ -140,10 +143,10 @@ def main() -> None:
     say("| keep | method | params | score | lost | ÷ SVD-LLM's | stated | measured | CPU s |")
     say("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for keep in args.keep or [0.9, 0.8]:
-        rows(task, before, keep, args.recover)
+        rows(task, before, keep, args.recover, args.blocks)
 
 
-def rows(task: Task, before: float, keep: float, recover: str) -> None:
+def rows(task: Task, before: float, keep: float, recover: str, blocks: bool) -> None:
     start = time.process_time()
     total = sum(p.numel() for p in task.model.parameters())
     small: nn.Module = svd_llm(task.model, second_moments(task.model, task.data, run), int(keep * total))
@@ -155,6 +158,12 @@ def rows(task: Task, before: float, keep: float, recover: str) -> None:
         spent = time.process_time() - start
         name = "auto" if effort == "0" else f"auto, recover {effort}"
         show(task, before, keep, name, small, spent, reference, plan)
+    if blocks:
+        start = time.process_time()
+        with TemporaryDirectory() as place:
+            apart = BlockCompression(task.model, task.data[0], Request(), task.data, None, Path(place))
+            small, plan = apart.run(rw.Budget(params=keep))
+            show(task, before, keep, "auto, block by block", small, time.process_time() - start, reference, plan)
 
 
 def show(

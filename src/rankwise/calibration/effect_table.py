@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rankwise.calibration.activations import patch_size
 from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
+from rankwise.calibration.objective import is_text
 from rankwise.calibration.output_metric import MOST_OUTPUTS, influences
 from rankwise.calibration.shrinkage import settle_, target_for
 from rankwise.core.fold import all_folds
@@ -22,8 +23,9 @@ from rankwise.decompositions.held_out import plain_errors
 from rankwise.planning.planner import Settings
 from rankwise.planning.table import Progress, Table, fingerprint, module_weights
 
-# Layers with more inputs to a filter than this are decomposed without their covariance, which would not fit.
-LARGEST = 5_000
+# Layers with more inputs to a filter than this are decomposed without their covariance, which would not fit, or would
+# take too long: of linear layers that read tokens (LONGEST) only matrices of the smaller side are factorised.
+LARGEST, LONGEST = 5_000, 16_384
 MEMORY = 1.25 * 2.0**30  # bytes of statistics that are collected at once, beside the network and what a batch takes
 
 
@@ -49,7 +51,7 @@ def effect_table(
         if progress:
             progress(layer.name, len(found), len(able))
         found[layer.name] = one
-        _add(table, layer, weights[layer.name], one, inputs, settings)
+        add_layer(table, layer, weights[layer.name], one, inputs, settings)
     if progress:
         progress("", len(able), len(able))
     return table, found
@@ -68,8 +70,9 @@ def each_influence(
     Whoever takes the next one keeps no more of the last than is needed to fit it (`settle_`).
     """
     weights = module_weights(model, coverage)
-    for group in passes(fittable(coverage), MEMORY):
-        found = influences(model, inputs, group, LARGEST, seed, inputs.means)
+    largest = largest_for(inputs)
+    for group in passes(fittable(coverage), MEMORY, largest):
+        found = influences(model, inputs, group, largest, seed, inputs.means)
         for layer in group:
             one = found.pop(layer.name)
             yield layer, one
@@ -78,12 +81,17 @@ def each_influence(
             give_back()
 
 
-def passes(layers: list[Layer], limit: float) -> list[list[Layer]]:
+def largest_for(inputs: Inputs) -> int:
+    """The width up to which covariances are collected."""
+    return LONGEST if inputs.batches and is_text(inputs.batches[0]) else LARGEST
+
+
+def passes(layers: list[Layer], limit: float, largest: int = LARGEST) -> list[list[Layer]]:
     """Layers whose statistics fit into memory together, in order; each has at least one."""
     found: list[list[Layer]] = []
     room = 0.0
     for layer in layers:
-        need = needed(layer)
+        need = needed(layer, largest)
         if not found or need > room:
             found.append([])
             room = limit
@@ -92,15 +100,15 @@ def passes(layers: list[Layer], limit: float) -> list[list[Layer]]:
     return found
 
 
-def needed(layer: Layer) -> float:
+def needed(layer: Layer, largest: int = LARGEST) -> float:
     """Bytes of the moments of a layer: those of patches and of Γ on both sides, for each half, in single precision."""
     size = patch_size(layer)
-    inside = size**2 if size <= LARGEST else 0
+    inside = size**2 if size <= largest else 0
     outside = layer.group_filters**2 if layer.group_filters <= MOST_OUTPUTS else 0
     return 2 * 2 * 4.0 * layer.groups * (inside + outside)
 
 
-def _add(table: Table, layer: Layer, weight: Tensor, one: Influence, inputs: Inputs, settings: Settings) -> None:
+def add_layer(table: Table, layer: Layer, weight: Tensor, one: Influence, inputs: Inputs, settings: Settings) -> None:
     """The options of a layer with their effects."""
     if layer.kind == LOOKUP:
         _add_lookup(table, Target(layer, weight, tokens=one.tokens), settings)

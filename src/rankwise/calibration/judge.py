@@ -52,6 +52,11 @@ def judged(small: nn.Module, model: nn.Module, plan: Plan, inputs: Inputs, varia
         return plan.warned(f"{few}: the predicted change of the outputs was not measured") if inputs.real else plan
     measured = change_of(model, small, inputs.last, variance)
     fitted = change_of(model, small, inputs.fitted.first(len(inputs.last)), variance)
+    return with_change(plan, inputs, measured, fitted, recovered)
+
+
+def with_change(plan: Plan, inputs: Inputs, measured: float, fitted: float, recovered: bool) -> Plan:
+    """The plan with changes on new inputs and on fitted ones, and a warning if its prediction is far off."""
     plan = replace(plan, search=replace(plan.search, measured=measured, fitted=fitted))
     stated, what = plan.search.objective, plan.search.of_what()
     plan = plan.warned(*_too_few(measured, fitted, inputs, what))

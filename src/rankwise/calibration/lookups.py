@@ -20,7 +20,7 @@ from rankwise.calibration.objective import Pull
 from rankwise.core.layer import Layer
 from rankwise.core.linalg import precise
 from rankwise.core.moments import Moments, square
-from rankwise.decompositions.embedding import Halves, Use
+from rankwise.decompositions.embedding import Halves, Use, ready
 from rankwise.surgery.hooks import Look, Seen
 
 
@@ -90,7 +90,7 @@ class Lookups:
         """What was found, by embedding; nothing is known of those that some half did not come to."""
         found = {}
         for layer in self.layers:
-            weight = precise(cast(Tensor, model.get_submodule(layer.name).weight))
+            weight = ready(cast(Tensor, model.get_submodule(layer.name).weight))
             first, second = (self._uses(layer, half, weight) for half in (0, 1))
             halves = [Half(seen=Moments(side.seen), samples=side.inputs) for side in self.uses[layer.name]]
             found[layer.name] = Influence((halves[0], halves[1]), variance=self.variance)

@@ -24,9 +24,10 @@ the inputs are kept apart (inputs.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ def influences(
     layers = [la for la in layers if la.kind != LOOKUP]
     found = {la.name: Influence((Half(), Half()), patch_size(la) <= largest) for la in layers}
     count = len(inputs.halves[0]) + len(inputs.halves[1])
-    walk = _Walk(model, layers, found, count, torch.Generator().manual_seed(seed), lookups)
+    walk = Walk(model, layers, found, count, torch.Generator().manual_seed(seed), lookups)
     with undisturbed(model), ExitStack() as hung:
         for number, half in enumerate(inputs.halves):
             for piece in _pieces(half):
@@ -106,7 +107,7 @@ def _pieces(half: Portion) -> Iterator[Portion]:
     yield from others.pieces()
 
 
-class _Walk:
+class Walk:
     """Runs batches through the network and adds up what the layers see, and the gradients at their outputs."""
 
     def __init__(
@@ -122,6 +123,9 @@ class _Walk:
         self.lookups = lookups
         self.answers: dict[int, Spread] = {}
         self.predictions = [0, 0]  # inputs, and positions with probabilities of a vocabulary
+        self.forward: Callable[[Example], Any] = partial(run_example, model)
+        self.sources: list[Tensor] = []  # what else gradients are wanted of, and those of the last batch
+        self.pulled: list[Tensor | None] = []
         self.heads = Heads(model)
         self.head: str | None = None  # gives the logits: where no gradients are taken it need not run
         self.alone = False  # an output for every token: positions are taken one by one
@@ -175,16 +179,13 @@ class _Walk:
 
     def run(self, batch: Example, half: int) -> list[Tensor]:
         """The network's outputs. Gradients are taken of the first inputs only."""
-        self.batch, self.half = self.batch + 1, half
-        self.calls.clear()
-        self.lookups.start(half)
-        self.heads.start()
+        self.start(self.piece, half)
         if self.head is not None and not self.wants_gradients(half):
             run_before(self.model, batch, self.head, self.look_at_head)
             self.count_samples(half, len(self.piece))
             return []
         with torch.set_grad_enabled(self.wants_gradients(half)):
-            answer = [t for t in tensors_of(run_example(self.model, batch)) if t.is_floating_point()]
+            answer = [t for t in tensors_of(self.forward(batch)) if t.is_floating_point()]
             self.count_predictions(answer)
             self.alone = by_token(batch, answer)
             inputs = next((len(t) for t in answer if t.ndim), 1)
@@ -194,6 +195,14 @@ class _Walk:
                 self._add_metrics(answer, inputs)
         self.count_samples(half, inputs)
         return answer
+
+    def start(self, piece: Portion, half: int) -> None:
+        """Before a batch of this half."""
+        self.piece, self.batch, self.half = piece, self.batch + 1, half
+        self.calls.clear()
+        self.same = (None, None, Moments())
+        self.lookups.start(half)
+        self.heads.start()
 
     def look_at_head(self, call: Seen) -> None:
         """What a head gets, before it runs."""
@@ -217,7 +226,7 @@ class _Walk:
         head = self.heads.of(logits)
         self.head = None if head is None else head.name
         tracked = [t for t in (answer if logits is None else [logits]) if t.requires_grad]
-        if not tracked or not (reached or self.lookups.outs):
+        if not tracked or not (reached or self.lookups.outs or self.sources):
             raise RankwiseError(
                 "the network's outputs do not depend on its layers, so their influence is unknown: leave data= out"
             )
@@ -227,18 +236,25 @@ class _Walk:
             mine.is_output = layer.group_filters > MOST_OUTPUTS or (
                 len(calls) == len(answer) == 1 and is_copy(answer[0], calls[0][1])
             )
-        outs = [call[1] for _, call in reached] + self.lookups.outs
+        others = self.lookups.outs
+        outs = [call[1] for _, call in reached] + others + self.sources
         for draws in range(DRAWS, 0, -1):
             found = self._gradients(tracked, outs, logits, head, draws > 1)
-            self.lookups.add(found[len(reached) :], inputs)
-            gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
-            for (layer, (given, _)), gradient in zip(reached, found[: len(reached)], strict=True):
-                if gradient is not None:
-                    dense = gradient.dense() if isinstance(gradient, Pull) else gradient
-                    gradients.setdefault(layer.name, []).append((given, dense))
-            for layer in self.layers:
-                if layer.name in gradients:
-                    self._add_metric(layer, gradients.pop(layer.name), inputs)
+            self.lookups.add(found[len(reached) : len(reached) + len(others)], inputs)
+            self.pulled = [g if isinstance(g, Tensor) else None for g in found[len(reached) + len(others) :]]
+            self.add_gradients(found[: len(reached)], inputs)
+
+    def add_gradients(self, found: Sequence[Tensor | Pull | None], inputs: int) -> None:
+        """Those at the outputs of the layers that were called, in order."""
+        reached = [(layer, call) for layer in self.layers for call in self.calls.get(layer.name, [])]
+        gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for (layer, (given, _)), gradient in zip(reached, found, strict=True):
+            if gradient is not None:
+                dense = gradient.dense() if isinstance(gradient, Pull) else gradient
+                gradients.setdefault(layer.name, []).append((given, dense))
+        for layer in self.layers:
+            if layer.name in gradients:
+                self._add_metric(layer, gradients.pop(layer.name), inputs)
 
     def _gradients(
         self, tracked: list[Tensor], outs: list[Tensor], logits: Tensor | None, head: HeadCall | None, again: bool

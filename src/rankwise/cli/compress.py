@@ -9,6 +9,7 @@ import typer
 
 from rankwise.cli import output, words
 from rankwise.cli.options import (
+    BlocksOpt,
     DataOpt,
     ExcludeOpt,
     FuseOpt,
@@ -99,6 +100,7 @@ def compress(
         ),
     ] = None,
     fuse: FuseOpt = None,
+    blocks: BlocksOpt = None,
     input: InputOpt = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the random starts.")] = None,
     exclude: ExcludeOpt = None,
@@ -120,10 +122,10 @@ def compress(
     from rankwise.calibration.distill import read_effort
     from rankwise.cli import flags
     from rankwise.cli.asked import budget_for, check_out, limit_for, only_with_a_search
+    from rankwise.cli.block_by_block import job_for, wants_blocks
     from rankwise.cli.outcome import Wanted, check_strict, compressed, interruptible, print_outcome
     from rankwise.cli.report import single_report, typed
-    from rankwise.compression import Compression, Request
-    from rankwise.models.inputs import example_for
+    from rankwise.compression import Request
     from rankwise.models.networks import architecture
     from rankwise.models.spec import parse
     from rankwise.planning.plan import Plan
@@ -152,12 +154,12 @@ def compress(
     request = Request(method, changes, left_alone, recover, fuse, how, name, inputs, made)
     asked = budget_for(request, limit, keep, budget)
     target = check_out(model, out, dry_run, force)
+    apart = wants_blocks(model, blocks, request, data, asked, weights is not None or max_drop is not None)
     random = flags.random_weights(model) if weights is None else ""
     flags.check_random(random, random_weights or target is None)
     with flags.reserved(target, force):
         with interruptible(target), output.progress("compress"):
-            network = flags.open_model(model, weights, None)
-            job = Compression(network, example_for(model, input, network), request, data, output.progress)
+            job = job_for(model, request, data, (weights, input, (out or Path("dry-run")) if apart else None))
             if strict and made is None:
                 check_strict(job)
             done = compressed(job, asked, limit, Wanted(data, split, strict, dry_run, out))
@@ -166,7 +168,7 @@ def compress(
         found = done.to_json()
         base = model if parse(model).kind == "file" else None
         about = About(data, split, None if weights is None else str(weights), typed(), model, input, base)
-        page, said = single_report(found, network, about) if report else (None, "")
+        page, said = single_report(found, job.model, about) if report else (None, "")
     if as_json:
         output.print_json({**found, "report": page, **({"random_weights": True} if random else {})})
     else:

@@ -46,3 +46,10 @@ FuseOpt = Annotated[
     ),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+BlocksOpt = Annotated[
+    bool | None,
+    typer.Option(
+        "--blocks/--no-blocks",
+        help="Block by block, on disk: for networks larger than memory; on for a hf:FOLDER above 1 GB.",
+    ),
+]

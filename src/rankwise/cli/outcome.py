@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rankwise.api import Metric, smallest_for
 from rankwise.cli import output, show
 from rankwise.cli.asked import Limit
-from rankwise.compression import Compression
+from rankwise.compression import BlockCompression, Compression
 from rankwise.data.named import load_for
 from rankwise.data.splits import Split
 from rankwise.data.text import TextSplit
@@ -28,12 +28,14 @@ from rankwise.pruning.trials import OUTPUT
 from rankwise.surgery import checkpoint
 from rankwise.surgery.coverage import EXCLUDED, OTHER_KIND
 from rankwise.surgery.forward import Example, run_example, side_of, tensors_of, undisturbed
+from rankwise.surgery.weights_file import read_tensors, weights_in
 from rankwise.timing.clock import Timing
 from rankwise.timing.load import compare
 from rankwise.training.forecast import can_forecast, forecast
 from rankwise.training.limits import ROUNDS, Trial
 from rankwise.training.scores import has_score, score_of
 
+FILE = 10**9  # bytes of a file of weights that are written block by block
 SECONDS = (1.0, 4.0)  # to time the networks for: at least, and when three runs must do
 
 
@@ -81,6 +83,8 @@ def interruptible(out: Path | None) -> Iterator[None]:
 
 def compressed(job: Compression, asked: Budget | None, limit: Limit | None, wanted: Wanted) -> Finished:
     """Plan, build, recover, finish, score, write: what the flags ask for."""
+    if isinstance(job, BlockCompression):
+        return _by_block(job, asked, wanted)
     test: Split | TextSplit | None = None
     before = None
     if wanted.data is not None:  # read and scored first: what does not fit is said before anything is planned
@@ -107,6 +111,21 @@ def compressed(job: Compression, asked: Budget | None, limit: Limit | None, want
     checkpoint.save(small, plan, wanted.out)
     verified = verify(wanted.out, small, job.model, job.example)
     return Finished(plan, trials, None, scores, _timed(job, small), verified, wanted.out)
+
+
+def _by_block(job: BlockCompression, asked: Budget | None, wanted: Wanted) -> Finished:
+    """Without scores and times: those need the whole network (rankwise evaluate, rankwise bench)."""
+    plan = job.plan(asked)
+    if wanted.dry_run or wanted.out is None:
+        return Finished(plan)
+    small, plan = job.finish(*job.build(plan))
+    checkpoint.save(small, plan, wanted.out, FILE)
+    tensors, _ = read_tensors(weights_in(wanted.out))
+    state = small.state_dict()
+    if not all(torch.equal(state[name], value) for name, value in tensors.items()):
+        raise RankwiseError(f"{wanted.out} was written, but read back it has other weights: do not use it")
+    job.forget()
+    return Finished(plan, verified="it has the same weights", out=wanted.out)
 
 
 def _timed(job: Compression, small: nn.Module) -> dict[str, Any] | None:

@@ -97,7 +97,7 @@ class Basis:
         wide = [name for name in chosen if not found[name].whole and found[name].count]
         said = []
         if wide:
-            many = f"more than {effect_table.LARGEST:,} inputs to a filter"
+            many = f"more than {effect_table.largest_for(inputs):,} inputs to a filter"
             said.append(f"{listed(wide)}: {many}, so these layers are decomposed by the SVD of their weights alone")
         if inputs.real:
             return said + _unreached([name for name, one in found.items() if not one.count], "calibration data")

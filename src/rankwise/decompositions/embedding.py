@@ -38,6 +38,7 @@ from rankwise.decompositions.held_out import root_from, trailing
 from rankwise.errors import RankwiseError
 
 ROWS = (0.0, 0.01, 0.1, 0.5, 1.0)  # shares of uniform weights among those of rows
+WIDE = 1024  # columns from which on numbers are single
 COLUMNS = (0.0, 0.01, 0.1, 0.5, 1.0)  # shares of the identity in the metric of columns
 
 
@@ -87,6 +88,12 @@ class Halves:
         return rows, min(COLUMNS, key=lambda s: _loss(self.errors((rows, s))))
 
 
+def ready(weight: Tensor) -> Tensor:
+    """An embedding as it is computed with: single where it is wide, far below the noise of sampling."""
+    found = weight.detach()
+    return found.float() if found.shape[1] >= WIDE and found.dtype != torch.float64 else precise(found)
+
+
 def _loss(curve: Array) -> float:
     relative = np.maximum(curve[1:-1] / max(curve[0], 1e-300), 1e-12)
     return float(np.log(relative).mean()) if len(relative) else 0.0
@@ -100,7 +107,8 @@ def directions(uses: Uses, shares: tuple[float, float], plain: Tensor) -> tuple[
     parts = [w * u.rows / u.rows.diagonal().sum().clamp_min(1e-300) for w, u in zip(size, drawn, strict=True)]
     rows = sum(parts, start=torch.zeros_like(plain))
     values, vectors = eigenvectors((columns + columns.t()) / 2)
-    root, back = root_from(values.clamp_min(1e-9 * float(values[0].clamp_min(1e-300))), vectors)
+    least = 1e-9 if values.dtype == torch.float64 else 1e-6
+    root, back = root_from(values.clamp_min(least * float(values[0].clamp_min(1e-300))), vectors)
     turned = root @ rows @ root
     found = eigenvectors((turned + turned.t()) / 2)[1]
     return root @ found, found.t() @ back
@@ -155,7 +163,7 @@ class Embedding(Decomposition):
         return Scores(given={option: {"effect": np.minimum.accumulate(np.maximum(0.0, lost))}})
 
     def factors(self, target: Target, option: Option, rank: int) -> Factors:
-        weight = precise(target.weight)
+        weight = ready(target.weight)
         if isinstance(target.tokens, Halves):
             seen = target.tokens
             left, right = directions(seen.both(), seen.shares, seen.plain)

@@ -39,7 +39,7 @@ def open_network(spec: Spec) -> nn.Module:
         raise RankwiseError(f"{spec.text!r} asks for dtype={dtype}: possible are {', '.join(DTYPES)}")
     named = options.pop("class", None)
     with _one_sentence(spec), quiet(), hub_or_cache():
-        cls = _class(spec, named, _config(spec, options))
+        cls = class_of(spec, named, config_of(spec, options))
         loaded = cls.from_pretrained(
             spec.name, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True, **options
         )
@@ -48,7 +48,7 @@ def open_network(spec: Spec) -> nn.Module:
     return cast(nn.Module, network.eval())
 
 
-def _config(spec: Spec, options: dict[str, Any]) -> Any:
+def config_of(spec: Spec, options: dict[str, Any]) -> Any:
     library = need("transformers", extra="hf", purpose="a Hugging Face network")
     place = Path(spec.name)
     if os.path.exists(place) and not os.path.isfile(place / "config.json"):
@@ -60,7 +60,7 @@ def _config(spec: Spec, options: dict[str, Any]) -> Any:
     return config
 
 
-def _class(spec: Spec, named: object, config: Any) -> Any:
+def class_of(spec: Spec, named: object, config: Any) -> Any:
     """What `?class=` names, or config.json, or AutoModel. Only classes of transformers itself."""
     library = need("transformers", extra="hf", purpose="a Hugging Face network")
     architectures = getattr(config, "architectures", None) or []

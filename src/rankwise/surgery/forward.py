@@ -106,20 +106,31 @@ def run_until(model: nn.Module, example: Example, after: Looks, enough: Callable
             raise
 
 
-def run_before(model: nn.Module, example: Example, name: str, look: Look) -> None:
-    """Run the example up to a module, which is looked at before it runs; it and what follows do not run."""
+@contextmanager
+def stopping() -> Iterator[Callable[[], None]]:
+    """A way out of a forward pass: whoever calls what is given is behind the `with` statement."""
     mine = object()
 
-    def stop(call: Seen) -> None:
-        look(call)
+    def stop() -> None:
         raise _Enough(mine)
 
     try:
-        with watching(model, before={name: stop}):
-            run_example(model, example)
+        yield stop
     except _Enough as found:
         if found.run is not mine:
             raise
+
+
+def run_before(model: nn.Module, example: Example, name: str, look: Look) -> None:
+    """Run the example up to a module, which is looked at before it runs; it and what follows do not run."""
+    with stopping() as stop:
+
+        def look_and_stop(call: Seen) -> None:
+            look(call)
+            stop()
+
+        with watching(model, before={name: look_and_stop}):
+            run_example(model, example)
 
 
 def tensors_of(output: object) -> list[Tensor]:

@@ -90,10 +90,10 @@ def write_parts(
     """
     groups = _groups(tensors, largest)
     if len(groups) == 1:
-        return {folder / WEIGHTS: to_safetensors(dict(tensors), metadata=metadata)}
+        return {folder / WEIGHTS: _content(tensors, metadata)}
     places: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
-        content = to_safetensors({name: tensors[name] for name in group}, metadata=metadata)
+        content = _content({name: tensors[name] for name in group}, metadata)
         tag = hashlib.sha256(content).hexdigest()[:12]
         name = f"model-{tag}-{number:05}-of-{len(groups):05}.safetensors"
         files.write_whole(folder / name, content)
@@ -101,6 +101,13 @@ def write_parts(
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": places}
     return {folder / INDEX: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
+
+
+def _content(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """As it is written; only one file of them is copied at a time."""
+    return to_safetensors(
+        {name: value.cpu().contiguous().clone() for name, value in tensors.items()}, metadata=metadata
+    )
 
 
 def _groups(tensors: Mapping[str, Tensor], largest: int) -> list[list[str]]:

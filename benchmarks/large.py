@@ -1,0 +1,136 @@
+"""A random Llama of a given shape, block by block: CPU seconds, time and memory from a folder to a folder.
+
+    python benchmarks/large.py FOLDER --text FILE --tokenizer DIR [--shape tinyllama|7b] [--layers N] [--windows N]
+        [--length N] [--keep K]
+
+Writes the network (bfloat16, several files) to FOLDER/net, if it is not there, and runs `rankwise compress --blocks` in
+a process of its own. With fewer layers than the shape has, seconds of a block and of the rest are told apart by when
+the parts of the table were written, and all layers are extrapolated. Weights are random: what this measures is the
+cost, not the quality. DIR has the tokenizer, of at most 32,000 tokens. Memory is the peak of the process: all of it,
+and of that what is not pages of mapped files, which the system may forget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from common import machine, say
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+SHAPES = {
+    "tinyllama": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4},
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_key_value_heads": 32},
+}
+VOCABULARY = 32_000
+BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
+
+
+def make(folder: Path, shape: str, layers: int, tokenizer: Path) -> None:
+    """One file for each block, and one for what surrounds them."""
+    folder.mkdir(parents=True)
+    config = LlamaConfig(
+        **{**SHAPES[shape], "num_hidden_layers": layers},
+        vocab_size=VOCABULARY,
+        num_attention_heads=32,
+        max_position_embeddings=2048,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+        tie_word_embeddings=False,
+    )
+    config.save_pretrained(folder)
+    d, m = config.hidden_size, config.intermediate_size
+    kv = d // 32 * config.num_key_value_heads
+    sizes = {"self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)}
+    sizes |= {"self_attn.o_proj": (d, d), "mlp.gate_proj": (m, d), "mlp.up_proj": (m, d), "mlp.down_proj": (d, m)}
+    random, places = torch.Generator().manual_seed(0), {}
+
+    def drawn(*size: int) -> torch.Tensor:
+        return (0.02 * torch.randn(size, generator=random)).to(torch.bfloat16)
+
+    for i in range(layers + 1):
+        prefix, ones = f"model.layers.{i}.", torch.ones(d, dtype=torch.bfloat16)
+        if i < layers:
+            part = {f"{prefix}{name}.weight": drawn(*size) for name, size in sizes.items()}
+            part |= {f"{prefix}{name}.weight": ones.clone() for name in ("input_layernorm", "post_attention_layernorm")}
+        else:
+            part = {name: drawn(VOCABULARY, d) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+            part["model.norm.weight"] = ones
+        name = f"model-{i + 1:05}-of-{layers + 1:05}.safetensors"
+        save_file(part, folder / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for name in BESIDE:
+        if (tokenizer / name).is_file():
+            shutil.copy(tokenizer / name, folder / name)
+
+
+def memory(pid: int) -> dict[str, float]:
+    """GiB in memory now, by kind."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {key: int(found[key].split()[0]) / 2**20 for key in ("VmRSS", "RssAnon") if key in found}
+
+
+def seconds(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--shape", choices=SHAPES, default="tinyllama")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--windows", default="16")
+    parser.add_argument("--length", default="128")
+    parser.add_argument("--keep", default="0.8")
+    args = parser.parse_args()
+    layers = args.layers or SHAPES[args.shape]["num_hidden_layers"]
+    net, out = args.folder / "net", args.folder / "out"
+    if not net.exists():
+        make(net, args.shape, layers, args.tokenizer)
+    size = sum(path.stat().st_size for path in net.glob("*.safetensors"))
+    say(f"{args.shape}, {layers} layers, {size / 1e9:.2f} GB; {machine()}")
+    command = [sys.executable, "-m", "rankwise", "compress", f"hf:{net}", "--blocks", "--keep", args.keep]
+    command += ["--data", f"text:{args.text}", "--calibrate", args.windows, "--input", args.length]
+    run([*command, "--out", str(out), "--no-report"], out, layers, SHAPES[args.shape]["num_hidden_layers"])
+
+
+def run(command: list[str], out: Path, layers: int, every: int) -> None:
+    begin, peak, seen = time.time(), {"VmRSS": 0.0, "RssAnon": 0.0}, {}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        spent = 0.0
+        while process.poll() is None:
+            for key, value in memory(process.pid).items():
+                peak[key] = max(peak[key], value)
+            spent = max(spent, seconds(process.pid)) if process.poll() is None else spent
+            for path in out.with_name(f"{out.name}.blocks").rglob("*.safetensors"):
+                if path.name.startswith(("table-", "pairs-", "given-", "ours-")) and path.stem not in seen:
+                    seen[path.stem] = spent
+            time.sleep(0.2)
+    say(f"exit status {process.returncode}, {time.time() - begin:.0f} s, {spent:.0f} CPU s")
+    say(f"peak of memory {peak['VmRSS']:.2f} GiB, without mapped files {peak['RssAnon']:.2f} GiB")
+    planned, built = (sorted(t for name, t in seen.items() if name.startswith(p)) for p in ("table-block", "pairs-"))
+    ran = sorted(t for name, t in seen.items() if name.startswith("given-"))
+    each = [times[-1] - times[0] for times in (ran, planned, built)]
+    block = sum(e / max(1, len(t) - 1) for e, t in zip(each, (ran, planned, built), strict=True))
+    say(f"a block takes {block:.1f} CPU s; with {every} of them {spent + (every - layers) * block:.0f} CPU s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Whether `compress` takes a network block by block, and the job for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rankwise.cli import flags, output
+from rankwise.compression import BlockCompression, Compression, Request
+from rankwise.errors import RankwiseError
+from rankwise.models.inputs import example_for
+from rankwise.models.mapped import is_large, open_mapped
+from rankwise.planning.budget import Budget
+
+Opened = tuple[Path | None, str | None, Path | None]  # --weights, --input, and the folder if it is block by block
+
+
+def wants_blocks(
+    model: str, asked: bool | None, request: Request, data: str | None, budget: Budget | None, whole: bool
+) -> bool:
+    """--blocks, or unless it was said: for large networks, if what is asked for can be done so.
+
+    `whole` is whether something else needs the whole network at once.
+    """
+    whole = whole or budget is None or budget.timed
+    if asked and whole:
+        raise RankwiseError(
+            "--blocks takes the weights of the folder and a budget in params or macs: leave --weights, --max-drop and "
+            "latencies out, or --blocks"
+        )
+    possible = request.is_free and request.plan is None and data is not None and not request.recovers
+    free = possible and not whole and not request.changes.get("never_slower")
+    return free and is_large(model) if asked is None else asked
+
+
+def job_for(model: str, request: Request, data: str | None, opened: Opened) -> Compression:
+    """The network, opened as the job needs it, and the job."""
+    weights, shape, out = opened
+    if out is None:
+        network = flags.open_model(model, weights, None)
+        return Compression(network, example_for(model, shape, network), request, data, output.progress)
+    network = open_mapped(model)
+    place = out.with_name(f"{out.name}.blocks")
+    return BlockCompression(network, example_for(model, shape, network), request, data, output.progress, place)

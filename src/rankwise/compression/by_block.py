@@ -1,0 +1,221 @@
+"""The same job for a network that is larger than memory: one block at a time, with everything that takes long on disk.
+
+Statistics, effects and the search are those of the whole network (calibration/block_sweeps.py). Factors are cut from
+those of the largest rank, and decoders are fitted in order, block by block (calibration/block_fit.py). Whatever is
+finished lies in a folder beside the result, so a job that was killed and is started again goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.calibration.activations import Data
+from rankwise.calibration.block_fit import Builder, Changes
+from rankwise.calibration.block_sweeps import Sweeps
+from rankwise.calibration.blocks import Blocks
+from rankwise.calibration.effect_table import add_layer, fittable, largest_for
+from rankwise.calibration.influence import Half, Influence
+from rankwise.calibration.inputs import Inputs, find_inputs
+from rankwise.calibration.judge import with_change
+from rankwise.calibration.shelf import Shelf
+from rankwise.calibration.shrinkage import target_of_both
+from rankwise.compression.basis import Basis, Observations, Watch
+from rankwise.compression.job import Compression
+from rankwise.compression.request import Request
+from rankwise.core.layer import LOOKUP, Coverage, Layer
+from rankwise.core.linalg import check_finite
+from rankwise.core.moments import Moments
+from rankwise.core.option import Option
+from rankwise.decompositions import FITTED, LOOKUPS, PLAIN, Target, of
+from rankwise.errors import RankwiseError
+from rankwise.planning.budget import Budget
+from rankwise.planning.plan import Plan
+from rankwise.planning.planner import Settings
+from rankwise.planning.table import Progress, Table
+from rankwise.surgery.forward import Example, tensors_of
+from rankwise.surgery.pretrained_folder import is_pretrained
+from rankwise.surgery.replace import match_layers
+from rankwise.version import __version__
+
+SLICES = 1  # of a layer: nested factors are those of one slice
+
+
+class BlockCompression(Compression):
+    """A `Compression` that runs a network block by block. `folder` is where it puts aside what is done.
+
+    `auto` only, with data, for budgets in params and macs, without recovery.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example | None,
+        request: Request,
+        data: Data | str | None,
+        watch: Watch | None,
+        folder: Path,
+    ) -> None:
+        changes = {**request.changes, "slices": SLICES}
+        super().__init__(model, example, replace(request, changes=changes), data, watch)
+        self.folder = folder
+        self._basis: Basis | None = None
+        self._changes = Changes(None, None, None)
+        _check(request, data)
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        ground = self.ground
+        found = find_inputs(self.model, self.example, ground.data, self.coverage.macs, self.seed)
+        if not all(map(len, found.halves)):
+            raise RankwiseError("there is one calibration input only: give more of them (--calibrate N, --data)")
+        return found
+
+    @property
+    def seed(self) -> int:
+        return int(self.request.changes.get("seed") or 0)
+
+    @cached_property
+    def sweeps(self) -> Sweeps:
+        return Sweeps(Blocks(self.model), self.inputs, Shelf(self.folder / self._identity()), self.seed)
+
+    def _identity(self) -> str:
+        """Of all that what is put aside depends on: another job finds nothing."""
+        digest = hashlib.sha256(self.weights.encode())
+        for batch in self.inputs.batches:
+            for tensor in tensors_of(batch):
+                digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        names = [layer.name for layer in self.coverage.with_embeddings().layers]
+        digest.update(json.dumps([__version__, self.seed, names]).encode())
+        return digest.hexdigest()[:16]
+
+    def basis(self, budget: Budget | None) -> Basis:
+        if budget is not None and budget.timed:
+            raise RankwiseError("a latency was asked for, and networks are not timed block by block: give --keep")
+        if self._basis is None:
+            settings = self.settings
+            assert isinstance(settings, Settings), "auto decomposes"
+            wanted = replace(settings, error="effect", decompositions=(*FITTED, PLAIN.name, *LOOKUPS))
+            with self.ground.stage("layers") as report:
+                maker = _TableMaker(self.model, self.coverage.with_embeddings(), wanted, self.sweeps)
+                table, influence = maker.make(self.weights, report)
+            self._basis = Basis(table, wanted, None, Observations({}, self.inputs, influence))
+        return self._basis
+
+    def _build(self, plan: Plan) -> tuple[nn.Module, Plan]:
+        tag = hashlib.sha256(repr([(c.name, c.option, c.rank) for c in plan.choices]).encode()).hexdigest()[:16]
+        tasks = match_layers(self.model, plan, self.coverage)
+        builder = Builder(self.model, tasks, self.sweeps, Shelf(self.sweeps.shelf.folder / tag))
+        with self.ground.stage("blocks") as report:
+            small, self._changes = builder.run(report)
+        return small, replace(plan, search=replace(plan.search, expected=self._changes.check))
+
+    def finish(self, small: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
+        measured, fitted = self._changes.last, self._changes.fitted
+        if measured is not None and fitted is not None:
+            plan = with_change(plan, self.inputs, measured, fitted, False)
+        if is_pretrained(small):
+            import_module("rankwise.hf").attach_(small, plan)
+        return small, plan
+
+    def forget(self) -> None:
+        """Remove what was put aside, once the result is written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _check(request: Request, data: Data | str | None) -> None:
+    """What is not possible block by block is said before anything is read."""
+    if not request.is_free or request.plan is not None:
+        raise RankwiseError("block by block only method auto is possible, with its own errors: add --no-blocks")
+    if data is None:
+        raise RankwiseError("block by block auto needs texts: add --data text:FILE, or --no-blocks")
+    if request.recovers:
+        raise RankwiseError("--recover trains the whole network at once: leave it out, or add --no-blocks")
+    if request.changes.get("never_slower"):
+        raise RankwiseError("--never-slower times the network, which is not done block by block: leave it out")
+
+
+class _TableMaker:
+    """Effects of all layers, and their factors at the largest rank, block by block from the last one."""
+
+    def __init__(self, model: nn.Module, coverage: Coverage, settings: Settings, sweeps: Sweeps) -> None:
+        self.model, self.coverage, self.settings, self.sweeps = model, coverage, settings, sweeps
+        self.inputs, self.shelf = sweeps.inputs, sweeps.shelf
+
+    def make(self, weights: str, report: Progress | None) -> tuple[Table, dict[str, Influence]]:
+        self.table = Table(self.coverage, {}, {}, weights)
+        self.table.decompositions = self.settings.decompositions
+        parts, able = self.sweeps.parts, fittable(self.coverage)
+        by_block = [[la for la in able if la.name.startswith(parts.prefix(i))] for i in range(len(parts))]
+        outer = [la for la in able if not la.name.startswith(parts.name + ".")]
+        self.sweeps.forward(report)
+        found = self.sweeps.behind(outer)
+        behind = [la for la in outer if la.name in found]
+        self._part("behind", behind, ((la, found[la.name]) for la in behind))
+        for done, number in enumerate(reversed(range(len(parts)))):
+            if report:
+                report(f"block {number}", done, len(parts))
+            self._part(f"block-{number}", by_block[number], self.sweeps.block(number, by_block[number]))
+        lookups = [la for la in outer if la.kind == LOOKUP]
+        seen = self.sweeps.before() if lookups else {}
+        self._part("before", lookups, ((la, seen[la.name]) for la in lookups))
+        if report:
+            report("", len(parts), len(parts))
+        return self.table, {la.name: self._stub(la) for la in able}
+
+    def _part(self, name: str, layers: list[Layer], found: Iterator[tuple[Layer, Influence]]) -> None:
+        """Take a part of the table from the shelf, or make it and put it there. It is the last of what is written."""
+        path = self.shelf.path(f"table-{name}")
+        if path.is_file():
+            mine = Table.load(path)
+        else:
+            some = replace(self.coverage, layers=tuple(layers), skipped=(), embeddings=())
+            mine = Table(some, {}, {}, self.table.fingerprint)
+            for layer, one in found:
+                self._score(mine, layer, one)
+            mine.save(path)
+        self.table.given.update(mine.given)
+        self.table.spectra.update(mine.spectra)
+        self.table.norms.update(mine.norms)
+
+    def _score(self, table: Table, layer: Layer, one: Influence) -> None:
+        module: Any = self.model.get_submodule(layer.name)
+        check_finite(module.weight, layer.name)
+        weight: Tensor = module.weight.detach().float()
+        add_layer(table, layer, weight, one, self.inputs, self.settings)
+        options = [option for name, option in dict.fromkeys([*table.spectra, *table.given]) if name == layer.name]
+        for option in options[:1]:
+            target = Target(layer, weight, tokens=one.tokens)
+            if layer.kind != LOOKUP and one.whole and one.count:
+                target = target_of_both(layer, weight, one)
+            self._keep(layer, option, target, one, module.weight.dtype)
+
+    def _keep(self, layer: Layer, option: Option, target: Target, one: Influence, dtype: torch.dtype) -> None:
+        """Factors at the largest rank that is smaller than the layer, in the precision of its weight."""
+        params, macs = of(option).costs(layer, option)
+        most = [int(params.searchsorted(layer.params)) - 1]
+        if macs is not None and layer.macs:
+            most.append(int(macs.searchsorted(layer.macs)) - 1)
+        rank = min(max(1, *most), of(option).full_rank(layer, option))
+        found = of(option).factors(target, option, rank).weights
+        kept = {name: parts[0].to(dtype) for name, parts in found.items()}
+        if layer.bias and one.centred and layer.kind != LOOKUP and one.whole:
+            kept["mean"] = sum(one.means, start=torch.zeros(()))[0].float() / 2
+        self.shelf.put(f"factors-{layer.name}", kept)
+
+    def _stub(self, layer: Layer) -> Influence:
+        """As much of an influence as plans ask for: whether a layer was reached, and the unit of effects."""
+        reached = any(name == layer.name for name, _ in (*self.table.spectra, *self.table.given))
+        halves = (Half(Moments(int(reached))), Half(Moments(int(reached))))
+        whole = layer.channels <= largest_for(self.inputs)
+        return Influence(halves, whole, self.sweeps.unit, by_token=True, nats=True)
