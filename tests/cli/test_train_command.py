@@ -60,7 +60,8 @@ def test_the_whole_story(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     )
     row = json.loads(out)
     assert status == 0
-    assert err.startswith("epoch 2/2: ")
+    assert err.startswith("recipe fast: ")
+    assert "\nepoch 2/2: " in err
     assert row["CR-P"] >= 60
     assert row["CR-F"] > 0
     assert list((again / "tensorboard").glob("events.out.tfevents.*"))

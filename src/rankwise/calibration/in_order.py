@@ -17,7 +17,7 @@ from rankwise.calibration.inputs import Inputs, Portion
 from rankwise.calibration.lockstep import Track
 from rankwise.calibration.shrinkage import target_of_both
 from rankwise.core.layer import Layer, canonical, stored
-from rankwise.core.linalg import cholesky, precise, working
+from rankwise.core.linalg import precise, working
 from rankwise.core.moments import square
 from rankwise.decompositions import Target
 from rankwise.decompositions.whitened import shrunk
@@ -25,7 +25,6 @@ from rankwise.surgery.forward import run_example
 
 HELD = 1 << 30  # bytes of activations that passes may hold at a layer
 PIECE = 1 << 22  # entries of images that run at once
-TINY = 1e-9  # of the mean, added to the diagonal of moments
 ROWS, LEAST = 16, 16  # patches for each dimension over all inputs, and of each input at least
 
 
@@ -238,8 +237,9 @@ def _solved(moment: Tensor, cross: Tensor, plain: Tensor, share: float) -> Tenso
     """W* (G, f/G, d), drawn towards W as the moment is towards the identity."""
     whole = shrunk(moment, max(share, 1e-4))
     wanted = (1 - share) * cross + plain @ (whole - (1 - share) * moment)
-    roots = [cholesky(one, TINY * float(one.diagonal().mean())) for one in whole]
-    return torch.stack([torch.cholesky_solve(y.t(), root).t() for y, root in zip(wanted, roots, strict=True)])
+    # No Cholesky factor: without its mean a moment of single numbers may be a little indefinite.
+    solved: Tensor = torch.linalg.solve(whole, wanted.transpose(1, 2)).transpose(1, 2)
+    return solved
 
 
 def _useful(plain: Tensor, solved: list[Tensor], halves: list[_Blend], metric: Tensor | None) -> float:

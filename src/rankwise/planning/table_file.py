@@ -87,6 +87,11 @@ def read(path: Path) -> Table:
 def read_header(header: dict[str, Any], tensors: dict[str, Array], where: str) -> Table:
     """The table that a header and its tensors describe; every number in it may have been made up."""
     files.check_format(header, FORMAT, where)
+    odd = sorted({str(values.dtype) for values in tensors.values() if values.dtype.kind not in "fiub"})
+    if odd:
+        raise RankwiseError(
+            f"{where} holds numbers of a kind that tables do not have ({', '.join(odd)}): build it again"
+        )
     if header.get("checksum") != _checksum(header, tensors):
         raise RankwiseError(f"{where} is damaged (its checksum does not fit): build the table again")
     coverage = _read_coverage(files.field(header, "coverage", dict, where), where)

@@ -43,7 +43,7 @@ _TRIES = 100  # half a second
 __all__ = ["PLAN", "WEIGHTS", "hashes", "is_compressed", "load", "plan_hash", "read_plan", "save"]
 
 
-def save(model: nn.Module, plan: Plan, folder: str | Path, largest: int = LARGEST) -> None:
+def save(model: nn.Module, plan: Plan, folder: str | Path, largest: int | None = None) -> None:
     """Write plan.json and model.safetensors, whole or not at all; of a network of transformers a folder for it, too.
 
     Such a folder has config.json with the plan in it, the tokenizer and a README, and `import rankwise.hf` teaches
@@ -53,7 +53,7 @@ def save(model: nn.Module, plan: Plan, folder: str | Path, largest: int = LARGES
         model: what `compress` or `apply_plan` gave, trained since or not.
         plan: the plan that it follows.
         folder: where to write; it is made if it is not there.
-        largest: bytes of a file of weights, of a network of transformers.
+        largest: bytes of a file of weights, of a network of transformers; 4 GB unless given.
 
     Returns:
         Nothing.
@@ -99,7 +99,9 @@ def save(model: nn.Module, plan: Plan, folder: str | Path, largest: int = LARGES
     files.make_folder(folder, "give another folder")
     for place in {(folder / name).parent for name in others} - {folder}:
         files.make_folder(place, "give another folder")
-    weights = write_parts(folder, tensors, metadata, largest if others else sys.maxsize)
+    weights = write_parts(
+        folder, tensors, metadata, (LARGEST if largest is None else largest) if others else sys.maxsize
+    )
     # In this order: weights name their plan, so between two renames `read_plan` can tell which one counts.
     beside = {folder / name: content for name, content in others.items()}
     # With an index, one file that was here before goes before the plan gets its name: it would count otherwise.
