@@ -229,6 +229,8 @@ def until(page: Any, true: Callable[[], bool]) -> bool:
     return False
 
 
+SLOW = 600  # milliseconds: what comes later is a click of its own and not the second of two
+UPRIGHT = "[...document.getElementById('chart-params').layout.yaxis.range]"
 OPACITY = "document.getElementById('chart-params').data.map((trace) => [trace.meta, trace.opacity ?? 1])"
 
 
@@ -260,9 +262,23 @@ def test_a_click_on_a_point_opens_its_runs_and_a_double_click_isolates(reader: R
     assert "auto, asked to keep" in reader.text("#dialog-title")
     page.keyboard.press("Escape")
     page.locator("#legend .chip", has_text="svd").click()
+    page.wait_for_timeout(SLOW)
+    height = page.evaluate(UPRIGHT)
     point.dblclick(force=True)
     assert until(page, lambda: len({name for name, _ in page.evaluate(OPACITY)}) == 1)
+    assert page.evaluate(UPRIGHT) == height, "the points stay under the pointer"
     assert page.locator("#dialog[open]").count() == 0
+
+
+def test_a_double_click_beside_the_points_undoes_a_zoom(reader: Reader) -> None:
+    page = reader.page
+    spans = "[...document.getElementById('chart-params').layout.xaxis.range]"
+    whole = page.evaluate(spans)
+    page.evaluate(f"Plotly.relayout('chart-params', {{'xaxis.range': [{whole[0]}, {whole[1] / 2}]}})")
+    page.wait_for_timeout(SLOW)
+    area = page.locator("#chart-params .nsewdrag").bounding_box()
+    page.mouse.dblclick(area["x"] + 4, area["y"] + 4)
+    assert until(page, lambda: page.evaluate(spans) == whole)
 
 
 def test_the_first_view_is_the_change_down_to_five_points(reader: Reader) -> None:

@@ -188,7 +188,7 @@ function drawCharts() {
     const title = state.vertical === "score" ? DATA.metrics[panel().metric] : `change in ${METRIC[panel().metric]} (points)`;
     const shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: base, y1: base, line: { color: ink("muted"), width: 1, dash: "dot" } }];
     const host = $(`chart-${unit}`);
-    Plotly.react(host, traces(unit), layout({ height: innerWidth < 700 ? 320 : 400, xaxis: { title: { text: DATA.axes[unit], standoff: 8 }, ...across(unit, floor) }, yaxis: { title: { text: title, standoff: 8 }, ...range }, shapes }), CONFIG);
+    Plotly.react(host, traces(unit), layout({ height: innerWidth < 700 ? 320 : 400, xaxis: { title: { text: DATA.axes[unit], standoff: 8 }, ...across(unit, floor) }, yaxis: { title: { text: title, standoff: 8 }, ...range }, shapes }), CURVES);
     host.setAttribute("aria-label", `${title} against ${THINGS[unit]} removed, ${lines().length} methods; all points are in the table below`);
     listen(host);
   }
@@ -203,18 +203,21 @@ function drawCharts() {
   $("bands").textContent = sentences.filter(Boolean).join(" ");
 }
 
-/** A click on a point opens its runs, a double click shows its method alone: so a click waits for a second one. */
+/** A click on a point opens its runs, a double click shows its method alone: so a click waits for a second one.
+ * A double click beside the points undoes a zoom. Plotly would do that on a point too, and move it away from under the pointer. */
 const PATIENCE = 280;
+const CURVES = { ...CONFIG, doubleClick: false };
 function listen(host) {
   if (host.dataset.listens) return;
   host.dataset.listens = "yes";
   let waits = null;
   host.on("plotly_hover", (event) => light(event.points[0].data.meta ?? null));
   host.on("plotly_unhover", () => light(null));
+  host.on("plotly_doubleclick", () => waits === null && drawCharts());
   host.on("plotly_click", (event) => {
     const found = event.points[0].customdata;
     if (!found) return;
-    if (waits !== null) {
+    if (waits !== null || event.event.detail > 1) {
       clearTimeout(waits);
       waits = null;
       return alone(found[3]);
