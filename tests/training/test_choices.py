@@ -18,7 +18,7 @@ def test_it_names_what_was_chosen() -> None:
     small, _ = rw.compress(model, torch.randn(1, 8, 8, 8), method="svd", keep=0.6)
     recipe = replace(RECIPES["distilled"], lr=0.002, precision="bf16", augment="cifar")
     said = describe(small, recipe, tested=True)
-    for part in ("distilled", "epochs 15", "adamw", "rate 0.002 by a range test", "running", "cifar", "bf16"):
+    for part in ("distilled", "epochs 15", "soap", "rate 0.002 by a range test", "batch statistics", "cifar", "bf16"):
         assert part in said
     assert "2 of 2 pairs" in said
     assert "range test" not in describe(small, recipe, tested=False)

@@ -271,7 +271,7 @@ class TestInterruptions:
         assert tensors(tmp_path) == uninterrupted
         assert not (tmp_path / resume.FILE).exists()
 
-    @pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
+    @pytest.mark.parametrize("optimizer", ["rmsprop", "adamw", "soap"])
     def test_other_optimisers_resume_too(self, tmp_path: Path, optimizer: str) -> None:
         recipe = change(SHORT, {"optimizer": optimizer, "lr": 0.002, "keep_best": True})
         steps.train("digits-cnn", run(tmp_path / "a", recipe))

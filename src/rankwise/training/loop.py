@@ -30,6 +30,7 @@ from rankwise.training.evaluate import Score, class_logits, evaluate, like, mode
 from rankwise.training.processes import Engine, make_engine
 from rankwise.training.recipes import Recipe, rate
 from rankwise.training.resume import State
+from rankwise.training.soap import Soap
 from rankwise.training.teacher import Teacher, lesson
 
 Progress = Callable[[int, int, float], None]  # epochs done, epochs in all, mean loss of the last one
@@ -168,6 +169,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     if recipe.optimizer == "rmsprop":
         # MobileNetV2: "decay and momentum are set to 0.9"
         return RMSprop(groups, recipe.lr, alpha=0.9, momentum=recipe.momentum, weight_decay=decay)
+    if recipe.optimizer == "soap":
+        return Soap(groups, recipe.lr, weight_decay=decay)
     return AdamW(groups, recipe.lr, betas=(recipe.momentum, 0.999), weight_decay=decay)
 
 

@@ -1,9 +1,10 @@
 """A learning rate from the network and its training images: a range test (Smith 2017).
 
 A copy of the network takes a step at each of COUNT rates that grow geometrically from lr/100 to 100·lr of the recipe.
-The smoothed loss first falls, and rises again where steps become too long. The rate is half of the one at which it
-was lowest: there it already stops falling, and a peak rate has to hold for an epoch. It stays within a factor of ten
-of the recipe's.
+Where steps become too long, the smoothed loss rises to that of a network that knows nothing: whose outputs are the same
+for all images. The rate is an eighth of the one at which it has come half of the way, in logarithms. The rate with the
+lowest loss would not do: of a network that was fitted already the loss rises from the first step on, and yet it ends
+lower after epochs at a rate that raises it at first. The rate stays within a factor of ten of the recipe's.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from rankwise.training.loop import losses, make_optimizer, teacher_for, training
 from rankwise.training.recipes import Recipe
 
 COUNT = 100
-_SPAN, _BACK, _LIMIT = 100.0, 0.5, 10.0
-_SMOOTH, _BROKEN = 0.9, 3.0  # weight of the past; times the lowest loss, where the test ends
+_SPAN, _BACK, _LIMIT = 100.0, 0.125, 10.0
+_SMOOTH, _WORSE = 0.9, 3.0  # weight of the past; times the lowest loss
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def find_rate(
     feed = Feed(fit, batch, recipe.augment if recipe.augment in ("none", "shift", "cifar") else "none", seed)
     rates = [recipe.lr / _SPAN * _SPAN ** (2 * k / (COUNT - 1)) for k in range(COUNT)]
     curve: list[float] = []
+    nothing, taught = math.inf, teacher_for(teacher, recipe)
     half, batches = recipe.precision == "bf16", _forever(feed)
     with (
         torch.random.fork_rng([]),
@@ -61,26 +63,42 @@ def find_rate(
             for group in optimizer.param_groups:
                 group["lr"] = lr
             with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                whole, _, _ = losses(trial, teacher_for(teacher, recipe), fit, images.to(device), y.to(device), 0.0)
+                whole, _, logits = losses(trial, taught, fit, images.to(device), y.to(device), 0.0)
             optimizer.zero_grad()
             whole.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             curve.append(float(whole.detach()))
-            if not math.isfinite(curve[-1]) or smooth(curve)[-1] > _BROKEN * min(smooth(curve)):
+            nothing = loss_of_nothing(logits.shape[1], recipe, taught=teacher is not None)
+            even = smooth(curve)
+            if not math.isfinite(curve[-1]) or even[-1] > _top(min(even), nothing):
                 break
-    return choose(recipe.lr, rates[: len(curve)], curve)
+    return choose(recipe.lr, rates[: len(curve)], curve, nothing)
 
 
-def choose(usual: float, rates: list[float], curve: list[float]) -> FoundRate:
-    """Half of the rate with the lowest smoothed loss, within a factor of ten of the usual one.
+def loss_of_nothing(classes: int, recipe: Recipe, *, taught: bool) -> float:
+    """The loss of outputs that are the same for all images: log(classes) by labels, 1 for each relative error."""
+    by_labels = math.log(max(2, classes))
+    return recipe.labels * by_labels + 1 + recipe.layers if taught else by_labels
 
-    >>> choose(1.0, [0.1, 1.0, 10.0, 100.0], [4.0, 2.0, 1.0, 90.0]).lr  # not 100: it broke there
-    5.0
+
+def choose(usual: float, rates: list[float], curve: list[float], nothing: float) -> FoundRate:
+    """An eighth of the rate at which the smoothed loss is half-way from its lowest to that of `nothing`, and stays so.
+
+    >>> choose(1.0, [0.1, 1.0, 8.0, 80.0], [4.0, 2.0, 1.0, 900.0], 100.0).lr  # 80 is where it broke
+    10.0
     """
     even = [value for value in smooth(curve) if math.isfinite(value)]
     lowest = min(range(len(even)), key=lambda k: even[k]) if even else 0
-    lr = min(max(_BACK * rates[lowest], usual / _LIMIT), usual * _LIMIT)
+    half_way = math.sqrt(max(even[lowest], 0.0) * _top(even[lowest], nothing)) if even else 0.0
+    # Before the lowest the loss may lie above: there a network still learns what it did not know.
+    broken = next((k for k in range(lowest, len(even)) if even[k] > half_way), len(even))
+    lr = min(max(_BACK * rates[min(broken, len(rates) - 1)], usual / _LIMIT), usual * _LIMIT)
     return FoundRate(float(f"{lr:.2g}"), tuple(rates[: len(even)]), tuple(even))
+
+
+def _top(lowest: float, nothing: float) -> float:
+    """Where all is lost; networks that were never trained are worse than nothing at first."""
+    return max(nothing, _WORSE * lowest)
 
 
 def smooth(values: list[float]) -> list[float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rankwise.errors import RankwiseError
 
-OPTIMIZERS = ("sgd", "rmsprop", "adamw")
+OPTIMIZERS = ("sgd", "rmsprop", "adamw", "soap")
 SCHEDULES = ("constant", "steps", "every", "polynomial", "cycle")
 AUGMENTS = ("auto", "none", "shift", "cifar", "imagenet", "voc")  # see augment.py
 PRECISIONS = ("no", "bf16", "fp16", "auto")
@@ -237,9 +237,9 @@ RECIPES: dict[str, Recipe] = {
         ),
         # With a teacher and more epochs: from its outputs alone, which costs less, at a rate that so many epochs allow.
         Recipe(
-            "distilled", epochs=15, batch_size=128, lr=3e-3, warmup=1, schedule="cycle", optimizer="adamw",
+            "distilled", epochs=15, batch_size=128, lr=3e-3, warmup=1, schedule="cycle", optimizer="soap",
             weight_decay=0.0, norm_decay=False, augment="auto", retrain=15, precision="auto", layers=0.0,
-            find_lr=True, norms="running",
+            find_lr=True,
         ),
     )
 }  # fmt: skip

@@ -185,10 +185,16 @@ def load_optimizer_(optimizer: Optimizer, tensors: dict[str, Tensor], where: str
         index, _, key = name.partition("/")
         if not index.isdigit() or int(index) >= len(parameters):
             raise RankwiseError(f"{where} does not fit the network: it has an optimiser state for parameter {index}")
-        if value.dim() and value.shape != parameters[int(index)].shape:
+        if value.dim() and not _fits(value, parameters[int(index)]):
             raise RankwiseError(f"{where} does not fit the network: its optimiser state {name} has another shape")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    """What an optimiser keeps for a parameter has its shape, that of its table (rows × columns), or is square."""
+    sides = (len(parameter), parameter.numel() // len(parameter)) if parameter.dim() > 1 else ()
+    return value.shape in (parameter.shape, torch.Size(sides)) or any(value.shape == (side, side) for side in sides)
 
 
 def load_model_(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
