@@ -78,7 +78,7 @@ def main() -> None:
             say(
                 f"| {count} | {budget}{f', recover {args.recover}' if args.recover != '0' else ''} | "
                 f"{100 * float(change.mean()):+.2f} ± {196 * float(change.std()) / len(change) ** 0.5:.2f} | "
-                f"{show(found.objective)} | {show(found.measured)} | {lost:.4f} | {spent:.0f} | "
+                f"{show(found.stated)} | {show(found.measured)} | {lost:.4f} | {spent:.0f} | "
                 f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} |"
             )
             start = time.process_time()

@@ -179,7 +179,7 @@ def show(
     score = task.score(small)
     lost = task.lost(before, score)
     share = "" if not reference else f"{lost / reference:.3f}"
-    stated, measured = ("", "") if plan is None else (number(plan.search.objective), number(plan.search.measured))
+    stated, measured = ("", "") if plan is None else (number(plan.search.stated), number(plan.search.measured))
     params = sum(p.numel() for p in small.parameters())
     say(f"| {keep} | {name} | {params:,} | {score:.4f} | {lost:.4f} | {share} | {stated} | {measured} | {spent:.1f} |")
     return lost

@@ -190,6 +190,7 @@ FOUND = {  # as it was written before it had a type, every key in its place
     "expected": 0.25,
     "measured": 0.5,
     "fitted": 0.25,
+    "uncorrected": 0.125,
     "draws": 64.0,
     "groups": [{"layers": ["0", "2"], "channels": 8, "kept": 4}],
     "whole": [{"layers": [], "channels": 12, "reason": "its filters are what the network gives out"}],

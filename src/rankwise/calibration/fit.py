@@ -18,8 +18,9 @@ Of both networks the one that is closer to the original on inputs that neither o
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs
 from rankwise.calibration.lockstep import Alive, Gate, tracks, wait_at
 from rankwise.calibration.shrinkage import settle_, target_of_both
-from rankwise.core.layer import Coverage, Layer
+from rankwise.core.layer import LOOKUP, Coverage, Layer
 from rankwise.core.linalg import precise
 from rankwise.core.moments import Moments
 from rankwise.decompositions import METRIC, TOKENS, Target, of
@@ -46,6 +47,7 @@ from rankwise.surgery.pairs import build_pair, factors_of, fill_pair_, merge_pai
 from rankwise.surgery.replace import copy_model, match_layers, replace_layers_, swap_modules_, target_of
 
 Task = tuple[Choice, Layer]
+LITTLE = 0.2  # of the stated change: fewer pairs make up for nothing (beside an embedding, on two networks of text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,21 @@ class Fit:
     change: float | None = None
     in_order: bool = False
     closed: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Closed:
+    """A network whose pairs are all in closed form. In `start` the layers of `tasks` are still whole.
+
+    `share` of the stated change is that of `tasks`. `change` is that of the outputs on inputs that are held out, if it
+    is known.
+    """
+
+    network: nn.Module
+    start: nn.Module
+    tasks: list[Task]
+    share: float = 1.0
+    change: float | None = None
 
 
 def apply_fitted(
@@ -75,6 +92,19 @@ def apply_fitted(
     Unless `in_order`, nothing is run, and layers do not make up for each other. `coverage` is that of the model, if it
     is known.
     """
+    closed = fit_closed(model, plan, inputs, influence, moments, coverage)
+    return fit_in_order(model, closed, inputs, influence) if in_order else Fit(closed.network)
+
+
+def fit_closed(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Inputs,
+    influence: Mapping[str, Influence],
+    moments: Mapping[str, Moments] | None = None,
+    coverage: Coverage | None = None,
+) -> Closed:
+    """Every pair for what the original network gives it; nothing is run."""
     needs = {choice.name: of(choice.option).needs for choice in plan.choices}
     later = {name for name, what in needs.items() if what in (METRIC, TOKENS)}
     layers = match_layers(model, plan, coverage)
@@ -90,17 +120,44 @@ def apply_fitted(
         if one is not None:  # of a plan that was read it has not been done
             settle_(layer, _weights(model, layer)[0], one, inputs.least)
         _fit_closed_(closed, model, choice, layer, one)
-    if not in_order or not tasks:
-        return Fit(closed)
-    ordered = start
-    _fit_in_order_(ordered, model, tasks, inputs, influence, closed)
+    return Closed(closed, start, tasks, _share(plan, tasks))
+
+
+def _share(plan: Plan, tasks: list[Task]) -> float:
+    effects = {choice.name: choice.error.get("effect", 0.0) for choice in plan.choices}
+    whole = sum(effects.values())
+    return sum(effects[choice.name] for choice, _ in tasks) / whole if whole > 0 else 1.0
+
+
+def fit_in_order(model: nn.Module, closed: Closed, inputs: Inputs, influence: Mapping[str, Influence]) -> Fit:
+    """The better of two on inputs that neither of them saw: `closed`, and layers that make up for those before them."""
+    if not closed.tasks or closed.share < LITTLE:
+        return Fit(closed.network, closed.change, closed=closed.change)
+    ordered = copy_model(closed.start)
+    _fit_in_order_(ordered, model, closed.tasks, inputs, influence, closed.network)
     if not len(inputs.check):
         return Fit(ordered, None, True)
     variance = next(iter(influence.values())).variance
-    changes = changes_of(model, [closed, ordered], inputs.check, variance)
-    if changes[1] <= changes[0]:
-        return Fit(ordered, changes[1], True, changes[0])
-    return Fit(closed, changes[0], False, changes[0])
+    networks = [ordered] if closed.change is not None else [ordered, closed.network]
+    change, *others = changes_of(model, networks, inputs.check, variance)
+    before = others[0] if closed.change is None else closed.change
+    if change <= before:
+        return Fit(ordered, change, True, before)
+    return Fit(closed.network, before, False, before)
+
+
+def part_of(model: nn.Module, closed: Closed, layers: Iterable[Layer], influence: Mapping[str, Influence]) -> nn.Module:
+    """The model with the pairs of some layers, and nothing else changed. Weights are shared with both."""
+    found = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for layer in layers:
+        pair: Any = closed.network.get_submodule(layer.name)
+        old = found.get_submodule(layer.name)
+        heads = head_swaps(found, layer, pair) if layer.kind == LOOKUP else {}
+        swap_modules_(found, {old: pair, **heads})
+        norm = influence[layer.name].norm if layer.name in influence else ""
+        if norm:
+            _running_mean(found, norm).copy_(_running_mean(closed.network, norm))
+    return found
 
 
 def _put_lookup_(small: nn.Module, choice: Choice, layer: Layer, one: Influence | None) -> None:

@@ -58,7 +58,7 @@ def judged(small: nn.Module, model: nn.Module, plan: Plan, inputs: Inputs, varia
 def with_change(plan: Plan, inputs: Inputs, measured: float, fitted: float, recovered: bool) -> Plan:
     """The plan with changes on new inputs and on fitted ones, and a warning if its prediction is far off."""
     plan = replace(plan, search=replace(plan.search, measured=measured, fitted=fitted))
-    stated, what = plan.search.objective, plan.search.of_what()
+    stated, what = plan.search.stated, plan.search.of_what()
     plan = plan.warned(*_too_few(measured, fitted, inputs, what))
     if stated is None or not inputs.real or max(measured, stated) < LITTLE:
         return plan

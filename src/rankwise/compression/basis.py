@@ -74,6 +74,10 @@ class Basis:
     seen: Observations
     warnings: tuple[str, ...] = ()
 
+    def corrected(self, factors: Mapping[str, float]) -> Basis:
+        """With effects of layers times a factor."""
+        return replace(self, table=self.table.scaled("effect", factors)) if factors else self
+
     def plan(self, budget: Budget | None, method: str, name: str) -> Plan:
         self.table.times = self.times  # others may plan from the same table
         plan = find_plan(self.table, budget, self.settings, method, name).warned(*self.warnings)

@@ -112,6 +112,9 @@ class BlockCompression(Compression):
             self._basis = Basis(table, wanted, None, Observations({}, self.inputs, influence))
         return self._basis
 
+    def _agreed(self, budget: Budget | None) -> Plan:
+        return self._planned(budget)  # the network never runs as a whole
+
     def _build(self, plan: Plan) -> tuple[nn.Module, Plan]:
         tag = hashlib.sha256(repr([(c.name, c.option, c.rank) for c in plan.choices]).encode()).hexdigest()[:16]
         tasks = match_layers(self.model, plan, self.coverage)

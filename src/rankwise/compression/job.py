@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -11,10 +11,11 @@ from torch import nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from rankwise.calibration.activations import Data, output_moments
+from rankwise.calibration.agreement import Agreement
 from rankwise.calibration.answers import change_of
 from rankwise.calibration.distill import read_effort, recover_
 from rankwise.calibration.effect_table import each_influence
-from rankwise.calibration.fit import apply_fitted
+from rankwise.calibration.fit import Closed, Fit, fit_closed, fit_in_order
 from rankwise.calibration.inputs import NOISE, find_inputs
 from rankwise.calibration.judge import judged, keep_if_better_, variance_in
 from rankwise.calibration.synthetic import NoInputs
@@ -77,6 +78,7 @@ class Compression:
         self._data, self._watch, self._tables, self._coverage = data, watch, tables, coverage
         self._read: object = None  # the data, where it can be read once only
         self._bases: dict[tuple[bool, bool], Basis] = {}
+        self._closed: tuple[tuple[object, ...], Closed] | None = None  # of the last plan, and what it decides
 
     # ---- what no budget changes
 
@@ -218,13 +220,36 @@ class Compression:
             return self._filters(self.settings, budget)
         self.basis(budget)  # before the clock runs
         if budget is None or not budget.timed:
-            return self._planned(budget)
+            return self._agreed(budget)
         timing, fuse = self.request.timing or Timing(), self.fuses(budget)
         with self.ground.stage("timing the plan"):
             return settle(budget, self._planned, self.model, self.example, timing, fuse)
 
     def _planned(self, budget: Budget | None) -> Plan:
         return self.basis(budget).plan(budget, self.request.method, self.name)
+
+    def _agreed(self, budget: Budget | None) -> Plan:
+        """The plan, made again where its network on held-out inputs is not what it states (agreement.py)."""
+        basis = self.basis(budget)
+        seen, layers = basis.seen, {layer.name: layer for layer in basis.table.coverage.layers}
+        if seen.inputs is None or basis.settings.error != "effect":
+            return self._planned(budget)
+        agreement = Agreement(self.model, layers, seen.inputs, seen.influence)
+        if not agreement.possible:
+            return self._planned(budget)
+
+        def make(factors: Mapping[str, float]) -> Plan:
+            return basis.corrected(factors).plan(budget, self.request.method, self.name)
+
+        def build(plan: Plan) -> Closed:
+            return fit_closed(self.model, plan, agreement.inputs, seen.influence, seen.moments, self._known)
+
+        try:
+            found = agreement.found(make, build)
+        except LinAlgError:  # `build` says what becomes of it
+            return self._planned(budget)
+        self._closed = (found.plan.layers, found.closed)
+        return found.plan
 
     def _filters(self, settings: Filters, budget: Budget | None) -> Plan:
         if budget is None:
@@ -245,9 +270,14 @@ class Compression:
         if seen.inputs is None:
             return follow(self.model, plan, seen.moments, self._known), plan
         try:
-            given = (seen.inputs, seen.influence, seen.moments, seen.inputs.means, self._known)
-            fitted = apply_fitted(self.model, plan, *given)
-            return fitted.network, replace(plan, search=replace(plan.search, expected=fitted.change))
+            layers, closed = self._closed or ((), None)
+            if closed is None or layers != plan.layers:
+                closed = fit_closed(self.model, plan, seen.inputs, seen.influence, seen.moments, self._known)
+            self._closed = None  # once built it is not needed again
+            in_order = seen.inputs.means
+            fitted = fit_in_order(self.model, closed, seen.inputs, seen.influence) if in_order else Fit(closed.network)
+            change = plan.search.expected if fitted.change is None else fitted.change
+            return fitted.network, replace(plan, search=replace(plan.search, expected=change))
         except LinAlgError as err:
             if self.request.plan is not None or not self.request.is_free:
                 raise RankwiseError(f"the calibration data could not be fitted ({err}): give more of it") from None

@@ -65,6 +65,9 @@ class Findings:
     """`objective` is what the search minimised, `gap` how far from optimal it may be, `price` the error that one more
     unit of cost is worth, `trace` the errors on the way; `ranks` says what chose them where there was no budget.
 
+    Where the effects of layers turned out to be wrong, the objective is that of corrected ones, `uncorrected` what it
+    had been (calibration/agreement.py).
+
     `inputs` are those that the network was measured on (INPUTS; None for weights alone), `variance` that of its outputs
     there. `expected` and `measured` are changes of the outputs of the network that was built, relative to that
     variance: on inputs that only chose between ways to build it, and on inputs that nothing was fitted to or chosen by.
@@ -87,10 +90,16 @@ class Findings:
     expected: float | None = None
     measured: float | None = None
     fitted: float | None = None
+    uncorrected: float | None = None
     draws: float | None = None
     groups: tuple[CutGroup, ...] | None = None
     whole: tuple[WholeGroup, ...] | None = None
     other: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stated(self) -> float | None:
+        """The change of the outputs to expect: of the network that was built, where it is known, or by the search."""
+        return self.objective if self.expected is None else self.expected
 
     def of_what(self) -> str:
         """Behind a number that is a change of the outputs."""
@@ -205,6 +214,7 @@ _READERS: dict[str, Callable[[object, str], Any]] = {
     "expected": _number,
     "measured": _number,
     "fitted": _number,
+    "uncorrected": _number,
     "draws": _number,
     "groups": _all(_cut_group),
     "whole": _all(_whole_group),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rankwise.core.layer import Coverage, Layer
 from rankwise.core.option import Option
@@ -27,13 +29,14 @@ def check_reachable(
     units = [] if budget is None else [UNITS[name] for name in budget.units if not UNITS[name].timed]
     if budget is None or not units or any(unit.whole(coverage, None) is None for unit in units):
         return
+    alike = Counter(replace(layer, name="") for layer in coverage.layers)  # blocks of a network are alike
     options = {
         layer: [o for name in decompositions for o in DECOMPOSITIONS[name].candidates(layer, selection)]
-        for layer in coverage.layers
+        for layer in alike
     }
     least = {
         unit.name: unit.fixed(coverage, None)
-        + sum(_smallest(layer, found, unit, units, multiple) for layer, found in options.items())
+        + sum(alike[layer] * _smallest(layer, found, unit, units, multiple) for layer, found in options.items())
         for unit in units
     }
     limits = {unit.name: unit.limit(getattr(budget, unit.name), unit.total(coverage, None)) for unit in units}

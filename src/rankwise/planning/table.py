@@ -166,6 +166,20 @@ class Table:
         if fingerprint(self.coverage, weights) != self.fingerprint:
             raise RankwiseError("the table is stale: the model's weights have changed since; build it again")
 
+    def scaled(self, measure: str, factors: Mapping[str, float]) -> Table:
+        """A table with curves of one measure, which is given and not from spectra, times a factor for each layer."""
+
+        def times(name: str, curves: dict[str, Array]) -> dict[str, Array]:
+            return {
+                key: values * factors.get(name, 1.0) if key == measure else values for key, values in curves.items()
+            }
+
+        given = {key: times(key[0], curves) for key, curves in self.given.items()}
+        found = Table(self.coverage, self.spectra, self.norms, self.fingerprint, self.weights, given)
+        found.decompositions, found.clustering = self.decompositions, self.clustering
+        found.moments, found.times = self.moments, self.times
+        return found
+
     def save(self, path: str | Path) -> None:
         """One safetensors file: the curves' numbers, and a JSON header with the layers."""
         from rankwise.planning import table_file
