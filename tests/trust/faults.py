@@ -321,7 +321,9 @@ def _compress_language(*more: str) -> Callable[[Path], list[str]]:
 def _language_outcome(folder: Path) -> object:
     if not (folder / "out").is_dir() or not any((folder / "out").iterdir()):
         return None
-    return writers.read_language(folder), (folder / "out" / "config.json").read_bytes()
+    weights, plan = writers.read_language(folder)
+    config = (folder / "out" / "config.json").read_text()
+    return weights, plan.replace(str(folder), ""), config.replace(str(folder), "")  # the plan names the network
 
 
 def _train(folder: Path) -> list[str]:

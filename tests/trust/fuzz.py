@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -223,6 +224,46 @@ def sharded(data: bytes) -> None:
     load_weights_(pair(), put("m.safetensors.index.json", data))
 
 
+SHELF = {"a.weight": (2, 3), "a.bias": (2,)}  # shapes of a pair, and of what blocks get
+
+
+def block_shelf(data: bytes) -> None:
+    """What is put aside block by block: what blocks get, pairs, and factors."""
+    from rankwise.calibration.block_fit import factors_for
+
+    put("factors-a.safetensors", data)
+    shelf, pair, layer = shelf_of_inputs()
+    refused(lambda: shelf.get_list("factors-a", [(2, 3), (1, 3)], gaps=True))
+    refused(lambda: shelf.get("factors-a", SHELF))
+    factors_for(shelf, pair, layer, 2)
+
+
+@cache
+def shelf_of_inputs() -> tuple[Any, Any, Any]:
+    from torch import nn
+
+    from rankwise.calibration.shelf import Shelf
+    from rankwise.core.option import Option
+    from rankwise.surgery.coverage import find_layers
+    from rankwise.surgery.pairs import build_pair
+
+    network = nn.Sequential(OrderedDict(a=nn.Linear(5, 4)))
+    (layer,) = find_layers(network).layers
+    return Shelf(scratch()), build_pair(layer, Option("f│c", 1), 2, network.a), layer
+
+
+def mapped_weights(data: bytes) -> None:
+    """Weights of a folder for transformers that stay in their file."""
+    from rankwise.models import mapped
+
+    mapped._fill_(mapped_network(), mapped._tensors(put("model.safetensors", data).parent))
+
+
+@cache
+def mapped_network() -> Any:
+    return copy.deepcopy(pair())
+
+
 def training_state(data: bytes) -> None:
     from rankwise.training import resume
 
@@ -300,6 +341,8 @@ TARGETS = {
         Target("config", config, mutate_json),
         Target("sharded-index", index, mutate_json),
         Target("sharded-weights", sharded, mutate_json),
+        Target("block-shelf", block_shelf, mutate_safetensors),
+        Target("mapped-weights", mapped_weights, mutate_safetensors),
         Target("training-state", training_state, mutate_safetensors),
         Target("study", study, mutate_toml),
         Target("row", row, mutate_json),

@@ -97,6 +97,12 @@ def main() -> None:
     keep("weights", "trained", save(state, metadata={"rankwise": json.dumps({"network": "digits-cnn", "same": {}})}))
     keep("network-weights", "real", save(state))
     keep("network-weights", "prefix", save({f"module.{k}": v for k, v in state.items()}))
+    keep("mapped-weights", "real", save(state))
+    keep("block-shelf", "given", save({"0": torch.ones(2, 3), "1": torch.ones(1, 3)}))
+    keep("block-shelf", "pair", save({name: torch.ones(shape) for name, shape in fuzz.SHELF.items()}))
+    factors = {"encoder": torch.ones(1, 3, 5), "decoder": torch.ones(1, 4, 3)}
+    keep("block-shelf", "factors", save({**factors, "mean": torch.ones(5)}))
+    keep("block-shelf", "lookup", save({key: t.bfloat16() for key, t in factors.items()}))
     plan = json.loads(fuzz.corpus("plan")[0])
     entry = {"quant_method": "rankwise", "version": "0.2.0", "plan": plan}
     keep("config", "real", json.dumps({"model_type": "llama", "quantization_config": entry}).encode())

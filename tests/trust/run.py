@@ -33,6 +33,7 @@ KINDS = ["fuzz", "crash", "fault", "tests", "supply"]
 HEAD = ("writer or reader", "states", "failures", "inputs", "seconds", "violations")
 # Writers whose states take milliseconds to open: states after one operation at most, and how often the work goes on.
 EXPENSIVE = {"study": (128, 2000), "iterate": (256, 400), "demo": (256, 0), "folder for transformers": (32, 0)}
+EXPENSIVE |= {"compress, block by block": (128, 60)}
 HOUR = 3600  # seconds by the clock: no job takes as long on a busy machine, and none may hang for ever
 RUNNING: set[int] = set()
 Line = dict[str, Any]
@@ -138,18 +139,18 @@ def job(kind: str, names: str, thin: int) -> None:
 
 
 def crash(name: str, thin: int) -> Any:
+    from trust import blocks, writers
     from trust import enumerate as crashes
-    from trust import writers
 
-    writer = next(w for w in writers.WRITERS if w.name == name)
+    writer = next(w for w in (*writers.WRITERS, blocks.WRITER) if w.name == name)
     most, every = EXPENSIVE.get(name, (512, 60))
     return crashes.explore(writer, max(32, most // thin), every=every * thin)
 
 
 def fault(name: str, thin: int) -> Any:
-    from trust import faults
+    from trust import blocks, faults
 
-    command = next(c for c in faults.COMMANDS if c.name == name)
+    command = next(c for c in (*faults.COMMANDS, blocks.COMMAND) if c.name == name)
     with faults.shortened():
         return faults.explore(command, replace(faults.ALL, stride=thin))
 
@@ -158,7 +159,7 @@ def jobs(only: list[str], inputs: int, thin: int, wanted: Callable[[str], bool])
     """Long jobs first; short ones share a process, because importing torch takes longer than they do."""
     import fuzz as targets
 
-    from trust import faults, writers
+    from trust import blocks, faults, writers
 
     if "crash" in only and wanted("crash: study"):
         yield partial(group, "crash", "study", thin)
@@ -169,9 +170,9 @@ def jobs(only: list[str], inputs: int, thin: int, wanted: Callable[[str], bool])
     if "fuzz" in only:
         yield from (partial(fuzz, name, inputs) for name in targets.TARGETS if wanted(f"fuzz: {name}"))
     if "fault" in only:
-        names = [command.name for command in faults.COMMANDS if wanted(f"fault: {command.name}")]
+        names = [command.name for command in (blocks.COMMAND, *faults.COMMANDS) if wanted(f"fault: {command.name}")]
         yield from (partial(group, "fault", name, thin) for name in names)
-    names = [w.name for w in writers.WRITERS if w.name != "study" and wanted(f"crash: {w.name}")]
+    names = [w.name for w in (*writers.WRITERS, blocks.WRITER) if w.name != "study" and wanted(f"crash: {w.name}")]
     if "crash" in only and names:
         yield partial(group, "crash", "|".join(names), thin)
 

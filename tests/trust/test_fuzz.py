@@ -22,7 +22,7 @@ from rankwise.training import results, resume
 from sentences import check_sentence
 from trust import fuzz
 
-EXPECTED = ("training-state", "weights")  # of another training, or of half a network
+EXPECTED = ("training-state", "weights", "block-shelf")  # of another training, of half a network, or of another kind
 HEADERS = [name for name, target in fuzz.TARGETS.items() if target.structured is fuzz.mutate_safetensors]
 
 

@@ -99,7 +99,7 @@ def once(check: Callable[[Path], None]) -> Callable[[Path], None]:
     passed: set[tuple[tuple[str, bytes], ...]] = set()
 
     def call(folder: Path) -> None:
-        held = tuple((p.name, p.read_bytes()) for p in sorted(folder.iterdir()))
+        held = tuple((p.name, p.read_bytes()) for p in sorted(folder.iterdir()) if p.is_file())
         if held not in passed:
             check(folder)
             passed.add(held)
@@ -214,7 +214,7 @@ def save_language(folder: Path, i: int) -> None:
         checkpoint.LARGEST = before
 
 
-def read_language(folder: Path) -> object:
+def read_language(folder: Path) -> tuple[list[tuple[str, bytes]], str]:
     made = rw.load(folder / "out", language(-1)[0])
     return tensors(made), checkpoint.read_plan(folder / "out").dumps()
 

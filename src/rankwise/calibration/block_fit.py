@@ -34,7 +34,7 @@ from rankwise.planning.table import Progress
 from rankwise.surgery.forward import stopping, tensors_of
 from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.lookups import head_swaps
-from rankwise.surgery.pairs import build_pair, put_factors_
+from rankwise.surgery.pairs import build_pair, factors_of, put_factors_
 from rankwise.surgery.replace import swap_modules_
 
 Task = tuple[Choice, Layer]
@@ -82,8 +82,8 @@ class Builder:
         """Put the pair of a choice in place, with its factors in closed form."""
         old: Any = root.get_submodule(name)
         pair: Any = build_pair(layer, choice.option, choice.rank, old)
-        kept = self.sweeps.shelf.get(f"factors-{layer.name}")
-        encoder, decoder = kept["encoder"][:, : choice.rank], kept["decoder"][:, :, : choice.rank]
+        kept = factors_for(self.sweeps.shelf, pair, layer, choice.rank)
+        encoder, decoder = kept["encoder"], kept["decoder"]
         put_factors_(pair, Factors({"encoder": [encoder], "decoder": [decoder]}), layer)
         if layer.bias:
             with torch.no_grad():
@@ -105,7 +105,7 @@ class Builder:
             block = ours.block(number)
             for choice, layer in mine:
                 self._replace(block, choice, layer, layer.name.removeprefix(prefix))
-            fitted = _DecoderFit(self.sweeps, ours, number, self.shelf.get_list(f"ours-{number}"))
+            fitted = _DecoderFit(self.sweeps, ours, number, self._ours(number))
             fitted.in_order_(block, [layer for _, layer in mine])
             dtype = {layer.name: self.model.get_submodule(layer.name).weight.dtype for _, layer in mine}
             rounded = {
@@ -117,21 +117,26 @@ class Builder:
             found = [fitted.run(block, i) for i in range(len(self.sweeps.runs))]
             self.shelf.put(done, rounded)
             self.shelf.put_list(f"ours-{number + 1}", found)
-        kept = self.shelf.get(done)
-        for choice, layer in mine:
-            old = self.small.get_submodule(layer.name)
-            pair = build_pair(layer, choice.option, choice.rank, old)
+        old = {layer.name: self.small.get_submodule(layer.name) for _, layer in mine}
+        pairs = {la.name: build_pair(la, choice.option, choice.rank, old[la.name]) for choice, la in mine}
+        kept = self.shelf.get(
+            done, {f"{name}.{key}": t.shape for name, pair in pairs.items() for key, t in pair.state_dict().items()}
+        )
+        for layer_name, pair in pairs.items():
             for name, _ in list(pair.named_parameters()):
                 where, _, last = name.rpartition(".")
-                setattr(
-                    pair.get_submodule(where), last, nn.Parameter(kept[f"{layer.name}.{name}"], requires_grad=False)
-                )
-            swap_modules_(self.small, {old: pair})
+                value = nn.Parameter(kept[f"{layer_name}.{name}"], requires_grad=False)
+                setattr(pair.get_submodule(where), last, value)
+            swap_modules_(self.small, {old[layer_name]: pair})
+
+    def _ours(self, number: int) -> list[Tensor]:
+        """What a block of the compressed network gets, by run."""
+        return self.shelf.get_list(f"ours-{number}", self.sweeps.shapes)
 
     @torch.no_grad()
     def _changes(self, ours: Blocks) -> Changes:
         size = len(ours)
-        wanted, given = self.sweeps.shelf.get_list(f"given-{size}"), self.shelf.get_list(f"ours-{size}")
+        wanted, given = self.sweeps.given(size), self._ours(size)
         runs = self.sweeps.runs
 
         def change(which: list[int]) -> float | None:
@@ -144,6 +149,23 @@ class Builder:
 
         by_part = [[i for i, run in enumerate(runs) if run.part == part] for part in (CHECK, LAST)]
         return Changes(change(by_part[0]), change(by_part[1]), change(self.sweeps.halves[:SHOWN]))
+
+
+def factors_for(shelf: Shelf, pair: nn.Sequential, layer: Layer, rank: int) -> dict[str, Tensor]:
+    """The first of the factors that lie on a shelf, as a pair of that rank has them; and the mean of inputs, if any."""
+    name = f"factors-{layer.name}"
+    found = shelf.read(name)
+    shapes = {part: tuple(weights[0].shape) for part, weights in factors_of(pair).weights.items()}
+    if not set(shapes) <= set(found) <= {*shapes, "mean"}:
+        raise shelf.damaged(name, "it holds other tensors than this job writes")
+    for part, shape in shapes.items():
+        if found[part].dim() == len(shape):
+            axis = 1 if part == "encoder" else 2
+            found[part] = found[part].narrow(axis, 0, min(rank, found[part].shape[axis]))
+    shapes |= {"mean": (layer.channels,)} if "mean" in found else {}
+    if any(found[part].shape != shape for part, shape in shapes.items()):
+        raise shelf.damaged(name, "it holds factors of another layer")
+    return found
 
 
 def _logits(parts: Blocks, batch: Any, hidden: Tensor) -> Tensor:
@@ -178,8 +200,7 @@ class _DecoderFit:
 
     def __init__(self, sweeps: Sweeps, ours: Blocks, number: int, given: list[Tensor]) -> None:
         self.sweeps, self.ours, self.number, self.given = sweeps, ours, number, given
-        shelf = sweeps.shelf
-        self.theirs, self.wanted = shelf.get_list(f"given-{number}"), shelf.get_list(f"given-{number + 1}")
+        self.theirs, self.wanted = sweeps.given(number), sweeps.given(number + 1)
         self.fitted: list[int] = []
         seen = [0, 0]
         for i in sweeps.halves:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,20 @@ class Sweeps:
         self.count = sum(map(len, inputs.halves))
         self.unit = 0.0  # effects are divided by it: twice the positions of an input, for nats
 
+    @cached_property
+    @torch.no_grad()
+    def shapes(self) -> list[torch.Size]:
+        """Of what every block gets and gives, by run."""
+        return [self.parts.first(run.batch).shape for run in self.runs]
+
+    def given(self, number: int) -> list[Tensor]:
+        """What a block gets, by run; behind the last one what it gives."""
+        return self.shelf.get_list(f"given-{number}", self.shapes)
+
+    def pulls(self, number: int) -> list[Tensor]:
+        """Gradients at what a block gets, by run of both halves; nothing where none is wanted."""
+        return self.shelf.get_list(f"pull-{number}", [self.shapes[i] for i in self.halves], gaps=True)
+
     @torch.no_grad()
     def forward(self, progress: Progress | None = None) -> None:
         """Put aside what every block gets, and what the last one gives."""
@@ -66,7 +80,7 @@ class Sweeps:
                 progress(f"forward, block {number}", number, len(self.parts))
             if f"given-{number + 1}" in self.shelf:
                 continue
-            block, given = self.parts.block(number), self.shelf.get_list(f"given-{number}")
+            block, given = self.parts.block(number), self.given(number)
             found = [self.parts.run(number, block, r.batch, x) for r, x in zip(self.runs, given, strict=True)]
             self.shelf.put_list(f"given-{number + 1}", found)
 
@@ -77,7 +91,7 @@ class Sweeps:
         mine = [la for la in layers if la.kind != LOOKUP]
         found = _empty(mine, largest_for(self.inputs))
         walk = Walk(outer, mine, found, self.count, self._random(0), self.lookups)
-        given = self.shelf.get_list(f"given-{len(self.parts)}")
+        given = self.given(len(self.parts))
         pulls: list[Tensor] = []
         looks: dict[str, Look] = {la.name: partial(walk.look, la) for la in mine}
         looks |= self.lookups.looks()
@@ -100,7 +114,7 @@ class Sweeps:
     def block(self, number: int, layers: list[Layer]) -> Iterator[tuple[Layer, Influence]]:
         """Of the layers of a block, from the last block to the first; gradients at what it gets are put aside."""
         block, prefix = self.parts.block(number), self.parts.prefix(number)
-        given, pulls = self.shelf.get_list(f"given-{number}"), self.shelf.get_list(f"pull-{number + 1}")
+        given, pulls = self.given(number), self.pulls(number + 1)
         largest = largest_for(self.inputs)
         for turn, group in enumerate(passes(layers, MEMORY, largest) or [[]]):
             found = _empty(group, largest)
@@ -134,7 +148,7 @@ class Sweeps:
 
     def before(self) -> dict[str, Influence]:
         """Of embeddings, once gradients have come back to what the first block gets."""
-        outer, pulls = self.parts.outer, self.shelf.get_list("pull-0")
+        outer, pulls = self.parts.outer, self.pulls(0)
         with undisturbed(outer), watching(outer, self.lookups.looks()):
             for i, pull in zip(self.halves, pulls, strict=True):
                 self.lookups.start(self.runs[i].part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rankwise.cli import flags, output
@@ -30,6 +31,11 @@ def wants_blocks(
     possible = request.is_free and request.plan is None and data is not None and not request.recovers
     free = possible and not whole and not request.changes.get("never_slower")
     return free and is_large(model) if asked is None else asked
+
+
+def folder_for(out: Path | None, apart: bool) -> Path | None:
+    """What `out.blocks` is named after, if it is block by block; a dry run without --out has a name of its own."""
+    return (out or Path(f"dry-run-{os.getpid()}")) if apart else None
 
 
 def job_for(model: str, request: Request, data: str | None, opened: Opened) -> Compression:

@@ -122,7 +122,7 @@ def compress(
     from rankwise.calibration.distill import read_effort
     from rankwise.cli import flags
     from rankwise.cli.asked import budget_for, check_out, limit_for, only_with_a_search
-    from rankwise.cli.block_by_block import job_for, wants_blocks
+    from rankwise.cli.block_by_block import folder_for, job_for, wants_blocks
     from rankwise.cli.outcome import Wanted, check_strict, compressed, interruptible, print_outcome
     from rankwise.cli.report import single_report, typed
     from rankwise.compression import Request
@@ -159,7 +159,7 @@ def compress(
     flags.check_random(random, random_weights or target is None)
     with flags.reserved(target, force):
         with interruptible(target), output.progress("compress"):
-            job = job_for(model, request, data, (weights, input, (out or Path("dry-run")) if apart else None))
+            job = job_for(model, request, data, (weights, input, folder_for(out, apart)))
             if strict and made is None:
                 check_strict(job)
             done = compressed(job, asked, limit, Wanted(data, split, strict, dry_run, out))

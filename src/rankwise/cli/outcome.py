@@ -117,6 +117,8 @@ def _by_block(job: BlockCompression, asked: Budget | None, wanted: Wanted) -> Fi
     """Without scores and times: those need the whole network (rankwise evaluate, rankwise bench)."""
     plan = job.plan(asked)
     if wanted.dry_run or wanted.out is None:
+        if wanted.out is None:
+            job.forget()  # no other run would go on from it
         return Finished(plan)
     small, plan = job.finish(*job.build(plan))
     checkpoint.save(small, plan, wanted.out, FILE)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
@@ -132,8 +133,10 @@ class BlockCompression(Compression):
         return small, plan
 
     def forget(self) -> None:
-        """Remove what was put aside, once the result is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove what was put aside, once the result is written. Whichever files stay, the same job can go on."""
+        for _ in range(2):  # what could not be removed is tried once more
+            with suppress(MemoryError):
+                shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _check(request: Request, data: Data | str | None) -> None:
@@ -164,32 +167,44 @@ class _TableMaker:
         self.sweeps.forward(report)
         found = self.sweeps.behind(outer)
         behind = [la for la in outer if la.name in found]
-        self._part("behind", behind, ((la, found[la.name]) for la in behind))
+        self._part("behind", behind, ((la, found[la.name]) for la in behind), f"pull-{len(parts)}")
         for done, number in enumerate(reversed(range(len(parts)))):
             if report:
                 report(f"block {number}", done, len(parts))
-            self._part(f"block-{number}", by_block[number], self.sweeps.block(number, by_block[number]))
+            mine = by_block[number]
+            self._part(f"block-{number}", mine, self.sweeps.block(number, mine), f"pull-{number}")
         lookups = [la for la in outer if la.kind == LOOKUP]
         seen = self.sweeps.before() if lookups else {}
-        self._part("before", lookups, ((la, seen[la.name]) for la in lookups))
+        self._part("before", lookups, ((la, seen[la.name]) for la in lookups), "pull-0")
         if report:
             report("", len(parts), len(parts))
         return self.table, {la.name: self._stub(la) for la in able}
 
-    def _part(self, name: str, layers: list[Layer], found: Iterator[tuple[Layer, Influence]]) -> None:
-        """Take a part of the table from the shelf, or make it and put it there. It is the last of what is written."""
-        path = self.shelf.path(f"table-{name}")
-        if path.is_file():
-            mine = Table.load(path)
-        else:
+    def _part(self, name: str, layers: list[Layer], found: Iterator[tuple[Layer, Influence]], pull: str) -> None:
+        """Take a part of the table from the shelf, or make it and put it there. It is the last of what is written.
+
+        It is made again where something that belongs to it is gone: `pull`, or the factors of a layer.
+        """
+        mine = self._kept(f"table-{name}", layers)
+        if mine is None or not all(n in self.shelf for n in (pull, *_factors_of(mine))):
             some = replace(self.coverage, layers=tuple(layers), skipped=(), embeddings=())
             mine = Table(some, {}, {}, self.table.fingerprint)
             for layer, one in found:
                 self._score(mine, layer, one)
-            mine.save(path)
+            mine.save(self.shelf.path(f"table-{name}"))
         self.table.given.update(mine.given)
         self.table.spectra.update(mine.spectra)
         self.table.norms.update(mine.norms)
+
+    def _kept(self, name: str, layers: list[Layer]) -> Table | None:
+        """A table that lies on the shelf, which must be of these layers of this network."""
+        if name not in self.shelf:
+            return None
+        found = Table.load(self.shelf.path(name))
+        sizes = [[(la.name, la.filters, la.channels) for la in some] for some in (layers, found.coverage.layers)]
+        if found.fingerprint != self.table.fingerprint or sizes[0] != sizes[1]:
+            raise self.shelf.damaged(name, "it is a table of other layers")
+        return found
 
     def _score(self, table: Table, layer: Layer, one: Influence) -> None:
         module: Any = self.model.get_submodule(layer.name)
@@ -222,3 +237,8 @@ class _TableMaker:
         halves = (Half(Moments(int(reached))), Half(Moments(int(reached))))
         whole = layer.channels <= largest_for(self.inputs)
         return Influence(halves, whole, self.sweeps.unit, by_token=True, nats=True)
+
+
+def _factors_of(table: Table) -> set[str]:
+    """Names on the shelf: every layer that can be decomposed has its factors there."""
+    return {f"factors-{name}" for name, _ in (*table.spectra, *table.given)}

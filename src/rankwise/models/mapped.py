@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
+from rankwise.calibration.shelf import KINDS
 from rankwise.core import files
-from rankwise.core.shards import read_index
+from rankwise.core.disk import why
+from rankwise.core.shards import UNREADABLE, read_index
 from rankwise.data.tokens import CAUSAL, role_of
 from rankwise.errors import RankwiseError
 from rankwise.models.huggingface import class_of, config_of, quiet
@@ -84,8 +86,10 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         try:
             with safe_open(folder / name, framework="pt", device="cpu") as file:
                 found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError, RuntimeError) as err:
-            raise RankwiseError(f"{folder / name} is missing, damaged or cut short ({err}): get it again") from None
+        except UNREADABLE as err:
+            raise RankwiseError(
+                f"{folder / name} is missing, damaged or cut short ({why(err)}): get it again"
+            ) from None
     return found
 
 
@@ -105,10 +109,18 @@ def _fill_(network: Any, tensors: dict[str, Tensor]) -> None:
                 raise RankwiseError(
                     f"the files have {whole} as {tuple(value.shape)}, and config.json says {tuple(parameter.shape)}"
                 )
+            if value.dtype not in KINDS:
+                raise _odd(whole, value)
             module._parameters[own] = nn.Parameter(value, requires_grad=False)
     with torch.no_grad():
         for name, module in network.named_modules():
             for own, buffer in list(module._buffers.items()):
                 key = f"{name}.{own}" if name else own
                 if buffer is not None and key in tensors and tensors[key].shape == buffer.shape:
+                    if tensors[key].is_complex():
+                        raise _odd(key, tensors[key])
                     buffer.copy_(tensors[key])
+
+
+def _odd(name: str, value: Tensor) -> RankwiseError:
+    return RankwiseError(f"the files have {name} as {value.dtype}, which is not taken block by block: add --no-blocks")
