@@ -8,7 +8,7 @@ import typer
 
 from rankwise.cli.commands import COMMANDS, app_for
 from rankwise.cli.wording import in_flags
-from rankwise.errors import Interrupted, RankwiseError
+from rankwise.errors import Interrupted, RankwiseError, out_of_memory
 from rankwise.version import __version__
 
 # What a wrong flag raises. Some versions of typer carry a click of their own, so ask typer for the class.
@@ -20,10 +20,9 @@ def _outside(err: Exception) -> str | None:
     if isinstance(err, OSError):
         what = f"{err.filename}: " if err.filename else ""
         return f"{what}{err.strerror or err}: check the disk and the space left, then run the same command again"
-    # torch has no exception of its own for memory of the CPU.
-    # The others are a library that cannot be loaded, and an import for which Python finds no memory.
-    signs = ("allocate memory", "out of memory", "failed to map segment", "error return without exception set")
-    if isinstance(err, MemoryError) or any(sign in str(err) for sign in signs):
+    # A library that cannot be loaded, and an import for which Python finds no memory.
+    signs = ("failed to map segment", "error return without exception set")
+    if out_of_memory(err) or any(sign in str(err) for sign in signs):
         return "there is not enough memory: use a smaller batch, fewer calibration inputs, or a larger machine"
     return None
 

@@ -18,6 +18,18 @@ class BudgetError(RankwiseError):
     """A budget that cannot be met, with the least that can."""
 
 
+def out_of_memory(err: BaseException | None) -> bool:
+    """Whether memory ran out, in this error or in those that led to it.
+
+    torch has no exception of its own for memory of the CPU.
+    """
+    while err is not None:
+        if isinstance(err, MemoryError) or any(sign in str(err) for sign in ("allocate memory", "out of memory")):
+            return True
+        err = err.__cause__ or err.__context__
+    return False
+
+
 def need(package: str, extra: str, purpose: str) -> Any:
     """Import an optional package where it is used, or say which extra brings it.
 

@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import made_rows
 from rankwise.__main__ import main
 from rankwise.cli import demo as demos
+from rankwise.cli import progress
+from rankwise.deploy import export as exports
 from rankwise.deploy.export import open_exported
 from rankwise.models import networks
 from rankwise.training import results
@@ -165,10 +167,11 @@ def explore(command: Command, search: Search) -> Found:
         new = command.read(whole)
         assert old != new, "the command changes something, or the test could not fail"
         known = (ready, top / "at", old, new)
-        for error in search.once:
-            _every(command, search, error, False, known, found)
-        for error in search.lasting:
-            _every(command, search, error, True, known, found)
+        with programs_remembered():
+            for error in search.once:
+                _every(command, search, error, False, known, found)
+            for error in search.lasting:
+                _every(command, search, error, True, known, found)
         _allocations(command, search.allocations, known, found)
         if command.opaque:
             _limited(command, known, found)
@@ -189,6 +192,27 @@ def _every(command: Command, search: Search, name: str, lasting: bool, known: Kn
         found.failures += 1
         _judge(command, fault.root, known, found, f"{label} ({fault.where})", status, said, tidy=not lasting)
         nth += search.stride
+
+
+@contextmanager
+def programs_remembered() -> Iterator[None]:
+    """What is exported is computed once, since only the disk fails; there is one network to each command."""
+    before, known = dict(exports.CONTENTS), dict[tuple[str, bool], bytes]()
+
+    def remembered(to: str) -> Callable[..., bytes]:
+        def content(*given: Any) -> bytes:
+            key = (to, given[-1])
+            if key not in known:
+                known[key] = bytes(before[to](*given))
+            return known[key]
+
+        return content
+
+    exports.CONTENTS.update({to: remembered(to) for to in before})
+    try:
+        yield
+    finally:
+        exports.CONTENTS.update(before)
 
 
 def _allocations(command: Command, wanted: int, known: Known, found: Found) -> None:
@@ -455,10 +479,11 @@ def shortened() -> Iterator[None]:
     demos.SHOWN, shown = ("svd", 0.5), demos.SHOWN
     timed = _timed()
     seconds, timed.SECONDS = timed.SECONDS, (0.0, 0.0)
+    beat, progress.BEAT = progress.BEAT, 1e6  # on a busy machine there would be lines beside the sentence
     try:
         yield
     finally:
-        demos.SHOWN, timed.SECONDS = shown, seconds
+        demos.SHOWN, timed.SECONDS, progress.BEAT = shown, seconds, beat
         sklearn.datasets.load_digits = load
         for name, value in before.items():
             setattr(demos, name, value)

@@ -220,8 +220,14 @@ def sharded(data: bytes) -> None:
     """An index whose files are there."""
     from rankwise.models.weights import load_weights_
 
-    put("a.safetensors", corpus_of("network-weights")[1])
+    shard()
     load_weights_(pair(), put("m.safetensors.index.json", data))
+
+
+@cache
+def shard() -> Path:
+    """The file that indexes of weights name; nobody writes to it."""
+    return put("a.safetensors", corpus_of("network-weights")[1])
 
 
 SHELF = {"a.weight": (2, 3), "a.bias": (2,)}  # shapes of a pair, and of what blocks get
@@ -382,6 +388,7 @@ def warm(target: Target) -> None:
     watch_for_executions()
     gc.collect()
     gc.freeze()  # what was imported is never garbage, and need not be looked at again and again
+    gc.set_threshold(20_000)
 
 
 def mutated(target: Target, draw: random.Random, data: bytes | None = None) -> bytes:

@@ -161,20 +161,20 @@ def jobs(only: list[str], inputs: int, thin: int, wanted: Callable[[str], bool])
 
     from trust import blocks, faults, writers
 
-    if "crash" in only and wanted("crash: study"):
-        yield partial(group, "crash", "study", thin)
+    names = [w.name for w in (*writers.WRITERS, blocks.WRITER) if wanted(f"crash: {w.name}")]
     if "tests" in only and wanted("tests marked trust"):
         yield long_tests
-    if "supply" in only and wanted("supply: pinned dependencies"):
-        yield supply
+    if "crash" in only:
+        yield from (partial(group, "crash", name, thin) for name in names if name in EXPENSIVE)
+        quick = [name for name in names if name not in EXPENSIVE]
+        yield from [partial(group, "crash", "|".join(quick), thin)] if quick else []
+    if "fault" in only:
+        commands = [c.name for c in (blocks.COMMAND, *faults.COMMANDS) if wanted(f"fault: {c.name}")]
+        yield from (partial(group, "fault", name, thin) for name in commands)
     if "fuzz" in only:
         yield from (partial(fuzz, name, inputs) for name in targets.TARGETS if wanted(f"fuzz: {name}"))
-    if "fault" in only:
-        names = [command.name for command in (blocks.COMMAND, *faults.COMMANDS) if wanted(f"fault: {command.name}")]
-        yield from (partial(group, "fault", name, thin) for name in names)
-    names = [w.name for w in (*writers.WRITERS, blocks.WRITER) if w.name != "study" and wanted(f"crash: {w.name}")]
-    if "crash" in only and names:
-        yield partial(group, "crash", "|".join(names), thin)
+    if "supply" in only and wanted("supply: pinned dependencies"):
+        yield supply
 
 
 class Lines:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, out_of_memory
 from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.surgery.hooks import Seen, watching
 
@@ -46,6 +46,8 @@ def synthetic_images(model: nn.Module, example: Example | None, macs: int | None
         try:
             found.append(_improve(model, start, norms, steps))
         except (RankwiseError, RuntimeError) as err:  # it does not run on such a batch, or has no gradients
+            if out_of_memory(err):
+                raise
             raise _failed("synthetic inputs", err) from err
     if not all(bool(torch.isfinite(x).all()) for x in found):
         raise NoInputs("synthetic inputs could not be made (they do not stay finite)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.core.disk import make_folder, remove, rename, write_part
-from rankwise.errors import RankwiseError, need
+from rankwise.errors import RankwiseError, need, out_of_memory
 from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.timing.clock import Timing, inputs_for
 
@@ -63,38 +63,44 @@ def export(model: nn.Module, example: Example, path: str | Path, to: str = "onnx
 
 def _write(model: nn.Module, example: Example, path: Path, to: str) -> tuple[list[int], str | None]:
     """The batch sizes to compare, and why there is only one if that is so."""
-    write = {"onnx": _write_onnx, "exported": _write_exported}[to]
     own = _batch_of(example)
     first = max(2, own)  # traced with one input, a network may take every batch for one
     try:
-        write(model, *_inputs(model, example, first), path, True)
+        write_part(path, CONTENTS[to](model, *_inputs(model, example, first), True))
         return [first, first + 1], None
-    except (RankwiseError, OSError, MemoryError):  # another batch size would help nothing
+    except (RankwiseError, OSError):  # another batch size would help nothing
         raise
     except Exception as err:
+        if out_of_memory(err):
+            raise MemoryError(_line(err)) from err
         try:
-            write(model, *_inputs(model, example, own), path, False)
+            write_part(path, CONTENTS[to](model, *_inputs(model, example, own), False))
         except Exception as again:
+            if out_of_memory(again):
+                raise MemoryError(_line(again)) from again
             raise RankwiseError(
                 f"the network cannot be exported to {to} ({type(again).__name__}: {_line(again)}): ask torch.export"
             ) from again
         return [own], _line(err)
 
 
-def _write_exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, dynamic: bool) -> None:
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> memoryview:
     # Through memory: where the disk is full, torch ends the process instead of raising.
     content = BytesIO()
     torch.export.save(_program(model, args, kwargs, dynamic), content)
-    write_part(path, content.getbuffer())
+    return content.getbuffer()
 
 
-def _write_onnx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, dynamic: bool) -> None:
+def _onnx(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> bytes:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         need(package, extra="export", purpose="an ONNX file")
     program = torch.onnx.export(_program(model, args, kwargs, dynamic), dynamo=True, verbose=False, optimize=True)
     if program is None:
         raise RankwiseError("torch wrote no ONNX program: update torch")
-    write_part(path, program.model_proto.SerializeToString())
+    return bytes(program.model_proto.SerializeToString())
+
+
+CONTENTS: dict[str, Callable[..., bytes | memoryview]] = {"onnx": _onnx, "exported": _exported}
 
 
 def _program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rankwise.core.border import SAME, Border, margins, with_zeros
+from rankwise.errors import out_of_memory
 from rankwise.planning import table
 
 CONVS: dict[str, type[nn.Module]] = {
@@ -188,8 +189,9 @@ def _find(module: nn.Module, kind: str) -> Form | None:
         for dtype, tolerance in TRIALS:
             try:
                 return _tried(module, kind, dtype, tolerance)
-            except Exception:  # somebody else's code, which may want another dtype or more than an input
-                continue
+            except Exception as err:  # somebody else's code, which may want another dtype or more than an input
+                if out_of_memory(err):
+                    raise
     return None
 
 

@@ -1,0 +1,69 @@
+"""Where memory runs out nobody falls back to another result: the call ends with that error, and the command says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rankwise as rw
+from rankwise.calibration import synthetic
+from rankwise.deploy import export
+from rankwise.errors import out_of_memory
+
+SAID = "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(SAID)
+
+
+def wrapped(*_: Any, **__: Any) -> Any:
+    """As libraries do that say something of their own."""
+    try:
+        no_memory()
+    except RuntimeError as err:
+        raise ValueError("could not be traced") from err
+
+
+@pytest.mark.parametrize("failing", [no_memory, wrapped])
+def test_an_export_without_memory_is_not_one_of_another_batch_size(
+    failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = export.CONTENTS["exported"], []
+
+    def first_time(*given: Any) -> Any:
+        calls.append(given)
+        return failing() if len(calls) == 1 else real(*given)
+
+    monkeypatch.setitem(export.CONTENTS, "exported", first_time)
+    with pytest.raises(MemoryError):
+        rw.export(nn.Linear(3, 2), torch.ones(1, 3), tmp_path / "m.pt2", "exported")
+    assert not list(tmp_path.iterdir())
+
+
+def test_inputs_that_do_not_fit_into_memory_are_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    monkeypatch.setattr(synthetic, "_improve", no_memory)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        rw.compress(net, torch.zeros(1, 3, 8, 8), keep=0.8)
+
+
+def test_a_layer_is_not_left_whole_for_want_of_memory() -> None:
+    class Mine(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return no_memory()
+
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        rw.find_layers(nn.Sequential(Mine(4, 4)))
+
+
+def test_errors_that_are_not_of_memory() -> None:
+    assert not out_of_memory(ValueError("no"))
+    assert not out_of_memory(None)
+    with pytest.raises(ValueError, match="traced") as found:
+        wrapped()
+    assert out_of_memory(found.value)
