@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.calibration.blocks import Blocks
-from rankwise.calibration.effect_table import MEMORY, largest_for, passes
+from rankwise.calibration.effect_table import largest_for, memory_for_statistics, passes
 from rankwise.calibration.influence import Half, Influence
 from rankwise.calibration.inputs import Inputs, Portion
 from rankwise.calibration.lookups import Lookups
@@ -116,7 +116,7 @@ class Sweeps:
         block, prefix = self.parts.block(number), self.parts.prefix(number)
         given, pulls = self.given(number), self.pulls(number + 1)
         largest = largest_for(self.inputs)
-        for turn, group in enumerate(passes(layers, MEMORY, largest) or [[]]):
+        for turn, group in enumerate(passes(layers, memory_for_statistics(), largest) or [[]]):
             found = _empty(group, largest)
             walk = Walk(block, group, found, self.count, self._random(1 + number), Lookups([]))
             walk.alone = True

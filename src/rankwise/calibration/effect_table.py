@@ -16,7 +16,7 @@ from rankwise.calibration.shrinkage import settle_, target_for
 from rankwise.core.fold import all_folds
 from rankwise.core.layer import LOOKUP, Coverage, Layer
 from rankwise.core.linalg import check_finite
-from rankwise.core.memory import give_back
+from rankwise.core.memory import give_back, room
 from rankwise.core.option import Option
 from rankwise.decompositions import DECOMPOSITIONS, METRIC, PLAIN, TOKENS, Selection, Target
 from rankwise.decompositions.held_out import plain_errors
@@ -71,7 +71,7 @@ def each_influence(
     """
     weights = module_weights(model, coverage)
     largest = largest_for(inputs)
-    for group in passes(fittable(coverage), MEMORY, largest):
+    for group in passes(fittable(coverage), memory_for_statistics(), largest):
         found = influences(model, inputs, group, largest, seed, inputs.means)
         for layer in group:
             one = found.pop(layer.name)
@@ -79,6 +79,12 @@ def each_influence(
             if layer.kind != LOOKUP:
                 settle_(layer, weights[layer.name], one, inputs.least)
             give_back()
+
+
+def memory_for_statistics() -> float:
+    """Bytes of statistics that are collected at once: half of what a limit leaves, if that is less."""
+    left = room()
+    return MEMORY if left is None else min(MEMORY, left / 2)
 
 
 def largest_for(inputs: Inputs) -> int:

@@ -58,6 +58,8 @@ class BlockCompression(Compression):
     `auto` only, with data, for budgets in params and macs, without recovery.
     """
 
+    copies = False
+
     def __init__(
         self,
         model: nn.Module,

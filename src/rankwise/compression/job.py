@@ -21,6 +21,7 @@ from rankwise.calibration.judge import judged, keep_if_better_, variance_in
 from rankwise.calibration.synthetic import NoInputs
 from rankwise.compression.basis import Basis, Ground, Observations, Tables, Watch, failed, make_basis, weights_alone
 from rankwise.compression.request import Request
+from rankwise.compression.room import check_memory
 from rankwise.core.layer import Coverage
 from rankwise.core.linalg import computing_on
 from rankwise.data.loaders import notes_of
@@ -62,6 +63,8 @@ class Compression:
     `run` does all of this. `data` are inputs without labels, or the name of a data set. `watch` sees what is going on,
     `tables` may keep tables of weights and activations, `coverage` is what `find_layers` gave, if that is known.
     """
+
+    copies = True  # of the whole network: one is made
 
     def __init__(
         self,
@@ -196,6 +199,7 @@ class Compression:
         self.check()
         check_sizes(budget, self.coverage)
         self._check_reachable(budget)
+        check_memory(self.model, self.coverage, self.copies, self.request.is_free and self._data is not None)
         check_weights(self.model, self.coverage)
         with computing_on(self.request.device):
             plan = replace(self._plan(budget), weights=self.weights)
