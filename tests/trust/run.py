@@ -2,9 +2,10 @@
 
     python tests/trust/run.py [--inputs 1000000] [--only KIND …] [--names NAME …] [--thin 1] [--cores 2] [--out FILE]
 
-Jobs run in two processes at a time. Seconds are those of the processor, so that the table means the same on a busy
-machine. With --thin N about one N-th of the crash states and of the failing operations is tried. With --lines FILE the
-lines of the table are kept there as they come: what was stopped goes on, and parts are joined into one table.
+Jobs run in two processes at a time; beside them the long tests, which wait for other processes most of the time.
+Seconds are those of the processor, so that the table means the same on a busy machine. With --thin N about one N-th of
+the crash states and of the failing operations is tried. With --lines FILE the lines of the table are kept there as they
+come: what was stopped goes on, and parts are joined into one table.
 """
 
 from __future__ import annotations
@@ -250,9 +251,10 @@ def main() -> int:
                 print(f"    {text}", file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with ThreadPoolExecutor(given.cores) as pool:
+    with ThreadPoolExecutor(given.cores) as pool, ThreadPoolExecutor(1) as beside:
         try:
-            for future in [pool.submit(tell, work) for work in jobs(given.only, given.inputs, given.thin, wanted)]:
+            asked = list(jobs(given.only, given.inputs, given.thin, wanted))
+            for future in [(beside if work is long_tests else pool).submit(tell, work) for work in asked]:
                 future.result()
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
