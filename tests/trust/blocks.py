@@ -21,7 +21,7 @@ from rankwise.errors import RankwiseError
 from rankwise.planning.table import Table
 from rankwise.surgery import checkpoint
 from trust.crash import Recorder, State
-from trust.faults import Command
+from trust.faults import Command, plain
 from trust.writers import Violation, Writer, once, tensors
 
 VOCABULARY = 32
@@ -132,11 +132,11 @@ def _compress(*more: str) -> Any:
 
 
 def _outcome(folder: Path) -> object:
-    """The network, and that nothing is left beside it; None before."""
+    """The network; None before. What was put aside may stay where nothing can be removed; the next run removes it."""
     if not (folder / "out").is_dir() or not any((folder / "out").iterdir()):
         return None
     weights, plan = outcome(folder)
-    return weights, plan.replace(str(folder), ""), sorted(p.name for p in folder.glob("out*"))
+    return weights, plain(plan, folder)
 
 
 COMMAND = Command("compress, block by block", _folder, _compress(), _compress("--force"), _outcome)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import resource
 import shutil
 import tempfile
@@ -346,8 +347,15 @@ def _language_outcome(folder: Path) -> object:
     if not (folder / "out").is_dir() or not any((folder / "out").iterdir()):
         return None
     weights, plan = writers.read_language(folder)
-    config = (folder / "out" / "config.json").read_text()
-    return weights, plan.replace(str(folder), ""), config.replace(str(folder), "")  # the plan names the network
+    waiting = folder / "out" / "config.json.part"  # whole, where its name could not be given
+    config = (waiting if waiting.exists() else folder / "out" / "config.json").read_text()
+    return weights, plain(plan, folder), plain(config, folder)
+
+
+def plain(text: str, folder: Path) -> str:
+    """Without the place of the network, which the plan names, and without last digits: torch rounds otherwise while its
+    operations are counted."""
+    return re.sub(r"\d+\.\d+(e-?\d+)?", lambda number: f"{float(number[0]):.9g}", text.replace(str(folder), ""))
 
 
 def _train(folder: Path) -> list[str]:

@@ -62,6 +62,18 @@ def test_after_a_crash_of_what_writes_many_files(writer: Writer) -> None:
     assert found.states >= 30
 
 
+def test_after_a_crash_a_study_goes_on() -> None:
+    found = explore(writers.STUDY, most=2, stride=31, every=60)
+    assert not found.violations
+    assert found.states >= 30
+
+
+def test_an_export_is_old_or_new() -> None:
+    found = explore(writers.EXPORTED, most=8, stride=2)
+    assert not found.violations
+    assert found.states >= 20
+
+
 def unflushed_files(patch: pytest.MonkeyPatch) -> None:
     real = os.fsync
     patch.setattr(disk.os, "fsync", lambda f: real(f) if stat.S_ISDIR(os.fstat(f).st_mode) else None)
