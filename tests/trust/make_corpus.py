@@ -71,6 +71,12 @@ def main() -> None:
     example = torch.zeros(1, 2, 4, 4)
     for method in ("alds", "svd", "messi"):
         keep("plan", method, rw.compress(net, example, keep=0.8, method=method)[1].dumps().encode())
+    made = json.loads(fuzz.corpus("plan")[0])
+    made["search"] |= {"inputs": "calibration", "variance": 2.0, "unit": "nats", "expected": 0.1, "measured": 0.2}
+    made["search"] |= {"fitted": 0.05, "uncorrected": 0.3, "gap": 0.0, "price": 1e-6, "ranks": "energy", "draws": 2.0}
+    made["search"] |= {"groups": [{"layers": ["0"], "channels": 4, "kept": 2}]}
+    made["search"] |= {"whole": [{"layers": ["3"], "channels": 3, "reason": "b"}]}
+    keep("plan", "findings", json.dumps(made).encode())
     try:
         keep("plan", "ft", rw.compress(net, example, keep=0.8, method="ft")[1].dumps().encode())
     except rw.RankwiseError as err:
