@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rankwise.core.linalg import eigenvectors
+
 EVERY, MOST = 10, 256
 _SIDES = (("left", "left_axes", 0), ("right", "right_axes", 1))
 
@@ -76,7 +78,7 @@ def _remember_moments_(state: dict[str, Tensor], gradient: Tensor, keep: float) 
             state[side].lerp_(moment, 1 - keep)
             continue
         fresh, state[side] = True, (1 - keep) * moment.contiguous()
-        state[axes] = torch.linalg.eigh(moment.double())[1].flip(1).to(moment).contiguous()
+        state[axes] = eigenvectors(moment.double())[1].to(moment).contiguous()
     return fresh
 
 
