@@ -96,7 +96,7 @@ def scaled(images: Tensor, scale: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def answers(model: nn.Module, images: Tensor, scale: tuple[Tensor, Tensor]) -> Tensor:
-    parts = [scaled(part, scale).contiguous(memory_format=torch.channels_last) for part in images.split(BATCH)]
+    parts = (scaled(part, scale).contiguous(memory_format=torch.channels_last) for part in images.split(BATCH))
     return torch.cat([model(part) for part in parts])
 
 
