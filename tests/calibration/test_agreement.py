@@ -126,3 +126,13 @@ def test_few_pairs_beside_an_embedding_are_not_fitted_in_order() -> None:
     assert fitted.network is closed.network
     assert (fitted.change, fitted.in_order) == (0.5, False)
     assert fit_in_order(doubted.model, closed, doubted.inputs, doubted.influence).in_order
+
+
+def test_a_part_of_a_network_with_computed_weights() -> None:
+    """Old weight norm keeps a tensor that deepcopy refuses."""
+    doubted = Doubted({})
+    closed = doubted.build(doubted.make({}))
+    torch.nn.utils.weight_norm(doubted.model[4])
+    part = part_of(doubted.model, closed, [doubted.layers["0"]], doubted.influence)
+    assert part.get_submodule("4").weight_g is doubted.model[4].weight_g
+    assert part(data()[0]).shape == (60, 12)

@@ -35,7 +35,7 @@ from rankwise.surgery.forward import stopping, tensors_of
 from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.lookups import head_swaps
 from rankwise.surgery.pairs import build_pair, factors_of, put_factors_
-from rankwise.surgery.replace import swap_modules_
+from rankwise.surgery.replace import copy_model, swap_modules_
 
 Task = tuple[Choice, Layer]
 TOKENS = 8192  # positions that decoders are fitted to
@@ -51,17 +51,12 @@ class Changes:
     fitted: float | None
 
 
-def light_copy(model: nn.Module) -> nn.Module:
-    """A copy that has the very same parameters: no weight is read for it."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
-
-
 class Builder:
     """Goes through the blocks once. What is built is put on `shelf`; factors by layer are on that of the sweeps."""
 
     def __init__(self, model: nn.Module, tasks: list[Task], sweeps: Sweeps, shelf: Shelf) -> None:
         self.model, self.tasks, self.sweeps, self.shelf = model, tasks, sweeps, shelf
-        self.small = light_copy(model)
+        self.small = copy_model(model, shared=True)
 
     def run(self, progress: Progress | None = None) -> tuple[nn.Module, Changes]:
         parts, inside = self.sweeps.parts, self.sweeps.parts.name + "."

@@ -18,7 +18,6 @@ Of both networks the one that is closer to the original on inputs that neither o
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -148,7 +147,7 @@ def fit_in_order(model: nn.Module, closed: Closed, inputs: Inputs, influence: Ma
 
 def part_of(model: nn.Module, closed: Closed, layers: Iterable[Layer], influence: Mapping[str, Influence]) -> nn.Module:
     """The model with the pairs of some layers, and nothing else changed. Weights are shared with both."""
-    found = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    found = copy_model(model, shared=True)
     for layer in layers:
         pair: Any = closed.network.get_submodule(layer.name)
         old = found.get_submodule(layer.name)

@@ -31,12 +31,15 @@ def need_module(model: object) -> None:
         raise RankwiseError(f"a torch.nn.Module is needed, and {type(model).__name__} was given")
 
 
-def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy, also where a module keeps a tensor it has computed (old weight norm), which deepcopy refuses."""
+def copy_model(model: nn.Module, shared: bool = False) -> nn.Module:
+    """A deep copy, also where a module keeps a tensor it has computed (old weight norm), which deepcopy refuses.
+
+    If `shared`, it has the very same parameters: no weight is read for it.
+    """
     need_module(model)
     kept = (value for module in model.modules() for value in vars(module).values())
     computed = {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and t.grad_fn is not None}
-    return copy.deepcopy(model, computed)
+    return copy.deepcopy(model, computed | ({id(p): p for p in model.parameters()} if shared else {}))
 
 
 def apply_plan(model: nn.Module, plan: Plan, moments: Mapping[str, Moments] | None = None) -> nn.Module:
