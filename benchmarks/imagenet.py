@@ -9,7 +9,7 @@ Calibration is on N training images without labels; with 0, on none. Nothing is 
 Budgets of one number of images share a job: the first row is all of it, from the model to the finished network, the
 others are what another budget takes. A row has the change in top-1 with its paired 95 % interval, the change of
 the outputs that the plan states and those that were measured (on held-out calibration images, and on the test images),
-CPU seconds and peak memory of the process, which holds the test images, too (0.3 GB).
+CPU seconds and peak memory of the job with its images; test images are read when a network is scored.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import io
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -57,11 +58,10 @@ def main() -> None:
     scale = torch.tensor(mean).view(3, 1, 1), torch.tensor(deviation).view(3, 1, 1)
     seen, _ = read(args.data / "train.parquet")
     seen = seen[torch.randperm(len(seen), generator=torch.Generator().manual_seed(0))]
-    test, labels = read(args.data / "test.parquet")
-    before = answers(model, test, scale)
+    labels, before = answers(model, args.data / "test.parquet", scale)
     right = before.argmax(1) == labels
-    say(f"n = {len(test):,} test images, before: {100 * float(right.float().mean()):.2f} %; {machine()}\n")
-    say("| images | budget | change in top-1 | stated | held out | test images | CPU s | peak GB |")
+    say(f"n = {len(labels):,} test images, before: {100 * float(right.float().mean()):.2f} %; {machine()}\n")
+    say("| images | budget | change in top-1 | stated | held out | test images | CPU s | peak GiB |")
     say("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for count in args.images or [1000]:
         data = [scaled(part, scale) for part in seen[:count].split(BATCH)] if count else None
@@ -71,7 +71,8 @@ def main() -> None:
             unit, keep = budget.split("=")
             small, plan = job.run(rw.Budget(**{unit: float(keep)}))
             spent = time.process_time() - start
-            after = answers(small, test, scale)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            _, after = answers(small, args.data / "test.parquet", scale)
             change = (after.argmax(1) == labels).float() - right.float()
             lost = float((before - after).square().sum(1).mean() / before.var(0, unbiased=False).sum())
             found = plan.search
@@ -79,15 +80,22 @@ def main() -> None:
                 f"| {count} | {budget}{f', recover {args.recover}' if args.recover != '0' else ''} | "
                 f"{100 * float(change.mean()):+.2f} ± {196 * float(change.std()) / len(change) ** 0.5:.2f} | "
                 f"{show(found.stated)} | {show(found.measured)} | {lost:.4f} | {spent:.0f} | "
-                f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} |"
+                f"{peak:.2f} |"
             )
             start = time.process_time()
 
 
 def read(path: Path) -> tuple[Tensor, Tensor]:
-    rows = pq.read_table(path).to_pydict()
-    found = [pil_to_tensor(Image.open(io.BytesIO(one["bytes"])).convert("RGB")) for one in rows["img"]]
-    return torch.stack(found), torch.tensor(rows["label"])
+    parts = list(each_part(path, 1000))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def each_part(path: Path, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images as bytes, and their labels."""
+    for batch in pq.ParquetFile(path).iter_batches(size):
+        rows = batch.to_pydict()
+        found = [pil_to_tensor(Image.open(io.BytesIO(one["bytes"])).convert("RGB")) for one in rows["img"]]
+        yield torch.stack(found), torch.tensor(rows["label"])
 
 
 def scaled(images: Tensor, scale: tuple[Tensor, Tensor]) -> Tensor:
@@ -95,9 +103,13 @@ def scaled(images: Tensor, scale: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def answers(model: nn.Module, images: Tensor, scale: tuple[Tensor, Tensor]) -> Tensor:
-    parts = (scaled(part, scale).contiguous(memory_format=torch.channels_last) for part in images.split(BATCH))
-    return torch.cat([model(part) for part in parts])
+def answers(model: nn.Module, path: Path, scale: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Labels, and what the network says; a batch of images is in memory at a time."""
+    labels, found = [], []
+    for images, right in each_part(path, BATCH):
+        labels.append(right)
+        found.append(model(scaled(images, scale).contiguous(memory_format=torch.channels_last)))
+    return torch.cat(labels), torch.cat(found)
 
 
 def show(value: float | None) -> str:

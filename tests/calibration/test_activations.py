@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.calibration.activations import Moments, input_moments, output_moments
+from rankwise.calibration import activations
+from rankwise.calibration.activations import (
+    Moments,
+    input_moments,
+    output_moments,
+    patches,
+    patches_at,
+    pooled_patches,
+)
 from rankwise.core.layer import canonical
 from strategies import CONVS, LINEAR, Case, cases
 
@@ -124,3 +132,30 @@ def test_bad_batches_are_named() -> None:
         output_moments(model, [x, nan], layers)
     with pytest.raises(rw.RankwiseError, match="empty"):
         output_moments(model, [], layers)
+
+
+@pytest.mark.parametrize("kind", CONVS)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_some_patches_are_those_of_all(kind: str, data: st.DataObject) -> None:
+    """Few places are cut out one by one, many are gathered, and their mean is taken axis by axis: the same rows."""
+    case: Case = data.draw(cases(kind))
+    module, x = case
+    layers = rw.find_layers(nn.Sequential(module), x).layers
+    if not layers:
+        return
+    layer = layers[0]
+    output = module(x).detach()
+    whole = patches(layer, x, output)
+    inputs = 1 if x.ndim == layer.dims + 1 else len(x)
+    by_place = whole.reshape(layer.groups, inputs, -1, whole.shape[-1])
+    total = by_place.shape[2]
+    count = data.draw(st.integers(1, total))
+    spots = torch.randperm(total, generator=torch.Generator().manual_seed(count))[:count].sort()[0]
+    for few in (0, 10**6):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(activations, "FEW", few)
+            some = patches_at(layer, x, spots)
+        assert torch.equal(some, by_place[:, :, spots].flatten(1, 2))
+    if not layer.transposed:
+        torch.testing.assert_close(pooled_patches(layer, x), by_place.mean(2))

@@ -11,7 +11,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from rankwise.calibration.activations import patch_size, patches_at, pooled_patches, spots_of
+from rankwise.calibration.activations import by_channel, patch_size, patches_at, pooled_patches, spots_of
 from rankwise.calibration.influence import Influence
 from rankwise.calibration.inputs import Inputs, Portion
 from rankwise.calibration.lockstep import Track
@@ -23,7 +23,7 @@ from rankwise.decompositions import Target
 from rankwise.decompositions.whitened import shrunk
 from rankwise.surgery.forward import run_example
 
-HELD = 1 << 30  # bytes of activations that passes may hold at a layer
+HELD = 1 << 29  # bytes of activations that passes may hold at a layer
 PIECE = 1 << 22  # entries of images that run at once
 ROWS, LEAST = 16, 16  # patches for each dimension over all inputs, and of each input at least
 
@@ -175,6 +175,11 @@ class _Blend:
     inputs: Tensor
     outputs: Tensor
 
+    def by_channel(self, layer: Layer) -> _Blend:
+        """In the order of weights."""
+        square, cross = by_channel(layer, self.square, 1, 2), by_channel(layer, self.cross, 2)
+        return _Blend(square, cross, by_channel(layer, self.inputs, 1), self.outputs)
+
 
 @dataclass
 class _PairSums:
@@ -214,7 +219,8 @@ def wanted_target(
     """What the pair of a layer is fitted to, by what was summed up, and the means that its bias makes up for."""
     plain = precise(canonical(weight, layer).flatten(2))
     offset = None if layer.transposed else precise(bias).expand(layer.filters).reshape(layer.groups, -1)
-    halves = [sums.blended(half, one.alike, one.places, one.centred, offset) for half in (0, 1)]
+    blends = (sums.blended(half, one.alike, one.places, one.centred, offset) for half in (0, 1))
+    halves = [blend.by_channel(layer) for blend in blends]
     full = target_of_both(layer, weight, one)
     shares = one.shares
     assert shares is not None, "shares are chosen before anything is fitted"

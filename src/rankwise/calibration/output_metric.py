@@ -32,7 +32,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.calibration.activations import check_finite, check_some, patch_size, patches, patches_at, spots_of
+from rankwise.calibration.activations import (
+    by_channel,
+    check_finite,
+    check_some,
+    moments_by_channel,
+    patch_size,
+    patches,
+    patches_at,
+    spots_of,
+)
 from rankwise.calibration.answers import Spread, add_answers, variance_of
 from rankwise.calibration.heads import HeadCall, Heads, is_copy
 from rankwise.calibration.influence import Half, Influence
@@ -93,10 +102,13 @@ def influences(
                     give_back()
     check_some(walk.batch)
     variance = walk.lookups.variance = walk.unit()
-    for one in found.values():
+    for layer in layers:
+        one = found[layer.name]
         one.variance, one.nats = variance, bool(walk.predictions[0])
         for mine in one.halves:
             mine.divided(variance * max(1, mine.gammas))
+            mine.seen = moments_by_channel(layer, mine.seen)
+            mine.moment = by_channel(layer, mine.moment, 1, 2) if mine.moment.ndim else mine.moment
     return {**found, **lookups.influences(model)}
 
 
@@ -319,11 +331,10 @@ class Walk:
         given = pairs[0][0] if len(pairs) == 1 else torch.cat([pair[0] for pair in pairs], dim=2)
         gradient = torch.cat([share * g for _, g, share in pairs], dim=2)  # each stands for `share` positions
         half.pulls = half.pulls[0] + float(gradient.sum(2).square().sum()), half.pulls[1] + single
-        if one.centred:
-            given = given - given.mean(dim=(1, 2), keepdim=True)
+        mean = given.mean(dim=(1, 2), keepdim=True) if one.centred else None
         step = max(1, UNFOLDED // max(1, given[:, 0].numel() + gradient[:, 0].numel()))
         for i in range(0, given.shape[1], step):
-            moment, outer = _gammas(given[:, i : i + step], gradient[:, i : i + step])
+            moment, outer = _gammas(given[:, i : i + step], gradient[:, i : i + step], mean)
             half.moment = half.moment.to(moment) + moment
             half.outer = half.outer.to(outer) + outer
 
@@ -352,13 +363,16 @@ def _by_input(
     return seen.reshape(len(seen), many, -1, seen.shape[-1]), rows.reshape(len(rows), many, -1, rows.shape[-1]), share
 
 
-def _gammas(given: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ ΓᵀΓ (G, d, d) and Σ ΓΓᵀ (G, f, f) over inputs, for Γ = Σ_p g_p x_pᵀ; by way of Γ or of Gram matrices."""
+def _gammas(given: Tensor, gradient: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Σ ΓᵀΓ (G, d, d) and Σ ΓΓᵀ (G, f, f) over inputs, by way of Γ or of Gram matrices; Γ = Σ_p g_p (x_p − mean)ᵀ."""
     places, d, f = given.shape[2], given.shape[3], gradient.shape[3]
     if places * f * d + f * d * (f + d) <= places**2 * (f + d) + places * (f * f + d * d):
         gamma = gradient.transpose(2, 3) @ given  # (G, n, f, d)
+        if mean is not None:
+            gamma -= gradient.sum(2)[..., None] * mean
         rows, columns = gamma.flatten(1, 2), gamma.transpose(2, 3).flatten(1, 2)
         return square(rows), square(columns)
+    given = given if mean is None else given - mean
     alike, pull = given @ given.transpose(2, 3), gradient @ gradient.transpose(2, 3)  # (G, n, p, p)
     moment = given.flatten(1, 2).transpose(1, 2) @ (pull @ given).flatten(1, 2)
     outer = gradient.flatten(1, 2).transpose(1, 2) @ (alike @ gradient).flatten(1, 2)

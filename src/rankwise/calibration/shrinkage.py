@@ -31,6 +31,7 @@ CALM = (0.0, 0.3, 0.7, 1.0)  # towards the moments of single positions
 CLEAR = 0.05  # of a mean logarithm of errors
 TINY = 1e-9  # of the mean, added to the diagonal of a metric
 SINGLE = 256  # inputs of a layer of tokens from which on its errors are measured in single precision
+NARROW = 128  # inputs from which on shares are chosen in single precision
 FIRST = 1e-3  # share of the metric while that of the inputs is chosen, and of both where there is one half only
 
 
@@ -72,7 +73,7 @@ def target_for(layer: Layer, weight: Tensor, one: Influence, least: float) -> Ta
         if one.by_token and layer.channels >= SINGLE:
             halves = halves[0].single(), halves[1].single()
         samples = tuple(
-            Sample(*fitted.drawn(shares, one.by_token), tested.test_moment, tested.test_metric)
+            Sample(*fitted.drawn(shares, math.prod(layer.kernel) == 1), tested.test_moment, tested.test_metric)
             for fitted, tested in (halves, halves[::-1])
         )
     settle_(layer, weight, one, least)
@@ -86,7 +87,7 @@ def target_of_both(layer: Layer, weight: Tensor, one: Influence) -> Target:
         metric = None if one.settled[1] is None else one.settled[1].to(moment)
     else:
         assert one.shares is not None, "shares are chosen before anything is fitted"
-        moment, metric = _evidence(one, one.both).drawn(one.shares, one.by_token)
+        moment, metric = _evidence(one, one.both).drawn(one.shares, math.prod(layer.kernel) == 1)
     return Target(layer, weight, moment=moment, metric=metric)
 
 
@@ -144,17 +145,17 @@ class _Evidence:
 
         return replace(self, test_metric=each(self.test_metric), calm_metric=each(self.calm_metric))
 
-    def drawn(self, shares: Shares, linear: bool = False) -> tuple[Tensor, Tensor | None]:
+    def drawn(self, shares: Shares, flat: bool = False) -> tuple[Tensor, Tensor | None]:
         """Moment and root S of the metric to fit with.
 
-        Of a `linear` layer only SᵀS matters, so the Cholesky factor will do: 25 times faster than the symmetric root at
-        a width of 768.
+        Of a layer without taps (`flat`) only SᵀS matters, so the Cholesky factor will do: 25 times faster than the
+        symmetric root at a width of 768.
         """
         moment, metric = self.mixed(shares.calm)
         drawn = shrunk(moment, shares.moment)
         if metric is None:
             return drawn, None
-        if linear and len(metric) == 1:
+        if flat and len(metric) == 1:
             whole = shrunk(metric, shares.metric)[0]
             return drawn, cholesky(whole, TINY * float(whole.diagonal().mean())).t()[None]
         return drawn, root_of(metric, shares.metric)
@@ -197,6 +198,9 @@ def choose(layer: Layer, weight: Tensor, halves: tuple[_Evidence, _Evidence], le
         taps = math.prod(layer.kernel)
         matrices = torch.unflatten(matrices, 2, (-1, taps)).transpose(2, 3).flatten(1, 2)
         halves = halves[0].spread(taps), halves[1].spread(taps)
+    elif halves[0].calm_moment.shape[-1] >= NARROW:
+        halves = halves[0].single(), halves[1].single()
+        matrices = matrices.float()
     both = (halves, halves[::-1])
     size, count = halves[0].calm_moment.shape[-1], halves[0].samples
     closed = (share_for(count, size), _oracle(halves[0].calm_moment, count))

@@ -46,7 +46,7 @@ SCORED, BUILT = 20, 60  # steps of L-BFGS at most
 WORK = 1e11, 3e11  # multiply-adds to spend on a rank that is scored, and on one that is built
 LEAST = 4  # steps, whatever they cost
 RIDGE = 1e-5
-WIDE = 384  # from this many entries of a patch on, numbers are single
+WIDE = 256  # from this many entries of a patch on, numbers are single
 
 
 Start = tuple[Tensor, Tensor]  # B (R, c) and K (R, taps)
@@ -249,6 +249,7 @@ def fit(problem: Problem, rank: int, steps: int, work: float, start: Start | Non
             [search.encoder, search.kernel],
             max_iter=steps,
             max_eval=steps + 2 + steps // 4,
+            history_size=20,
             line_search_fn="strong_wolfe",
         )
         solver.step(search)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.calibration.activations import Data, batches, check_finite, check_some, padded, patches
+from rankwise.calibration.activations import Data, batches, by_channel, check_finite, check_some, padded, patches
 from rankwise.core.layer import Layer, canonical
 from rankwise.pruning.channels import Channels, Group
 from rankwise.surgery.forward import run_example, undisturbed
@@ -117,7 +117,7 @@ def _blocks(layer: Layer, given: Tensor) -> Iterator[Tensor]:
         if layer.dims == 2:
             columns = F.unfold(padded(layer, image), layer.kernel, layer.dilation, 0, layer.stride)[0]
         else:
-            columns = patches(layer, image, image)[0].t()
+            columns = by_channel(layer, patches(layer, image, image), 2)[0].t()
         yield columns.reshape(layer.channels, -1, columns.shape[1])
 
 
