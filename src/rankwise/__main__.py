@@ -7,7 +7,7 @@ import sys
 import typer
 
 from rankwise.cli.commands import COMMANDS, app_for
-from rankwise.cli.wording import in_flags
+from rankwise.cli.wording import in_flags, printable
 from rankwise.errors import Interrupted, RankwiseError, out_of_memory
 from rankwise.version import __version__
 
@@ -63,10 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
         told = _outside(err)
         if told is None:
             raise
-        print(f"rankwise: {' '.join(told.split())}", file=sys.stderr)
+        print(f"rankwise: {printable(' '.join(told.split()))}", file=sys.stderr)
         return 1
     except (typer.Abort, KeyboardInterrupt, Interrupted) as err:
-        print(f"rankwise: {str(err) or 'interrupted'}", file=sys.stderr)
+        print(f"rankwise: {printable(str(err) or 'interrupted')}", file=sys.stderr)
         return 130
 
 

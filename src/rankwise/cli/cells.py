@@ -29,14 +29,15 @@ def watched_run(
     cells = [cell for cell in study.cells() if matches(cell, only)]
     missing = sum(runner.status_of(cell, out) != "done" for cell in cells)
     if not sys.stderr.isatty():
-        print(f"{study.name}: {len(cells)} cells, {missing} to run, results in {out}", file=lines, flush=True)
+        said = f"{study.name}: {len(cells)} cells, {missing} to run, results in {out}"
+        print(output.printable(said), file=lines, flush=True)
     with output.progress("cells") as report:
         report("", len(cells) - missing, len(cells))
 
         def say(row: dict[str, Any], done: int, total: int) -> None:
             report(row["cell"], done, total)
             if not sys.stderr.isatty():
-                print(f"{done}/{total} {row['cell']}: {_told(row)}", file=lines, flush=True)
+                print(output.printable(f"{done}/{total} {row['cell']}: {_told(row)}"), file=lines, flush=True)
 
         try:
             return runner.run_study(study, out, workers, say, again, lambda cell: matches(cell, only))

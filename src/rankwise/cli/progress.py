@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from rankwise.cli.wording import printable
+
 BEAT = 5.0  # seconds between two lines where there is no terminal
 Report = Callable[[str, int, int], None]  # what, how many are done, of how many
 
 
 def warn(sentence: str) -> None:
     """Loudly, and apart from what machines read."""
-    print(f"rankwise: warning: {sentence}", file=sys.stderr, flush=True)
+    print(f"rankwise: warning: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -32,7 +34,7 @@ def progress(title: str) -> Iterator[Report]:
     before = shown.now
     shown.show(title, None, None)
     try:
-        yield lambda name, done, total: shown.show(f"{title} {name}".rstrip(), done, total)
+        yield lambda name, done, total: shown.show(printable(f"{title} {name}".rstrip()), done, total)
     finally:
         _shown.pop()
         if outer is None:

@@ -109,4 +109,5 @@ def summary(
     if as_json:
         output.print_json([table.to_json() for table in found])
         return
-    sys.stdout.write("\n".join(RENDER[to](table) for table in found))
+    lines = "\n".join(RENDER[to](table) for table in found).split("\n")
+    sys.stdout.write("\n".join(map(output.printable, lines)))
