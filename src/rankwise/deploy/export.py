@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.core.disk import make_folder, remove, rename, write_part
+from rankwise.core.disk import alone, make_folder, remove, rename, write_part
 from rankwise.errors import RankwiseError, need, out_of_memory
 from rankwise.surgery.forward import Example, run_example, tensors_of, undisturbed
 from rankwise.timing.clock import Timing, inputs_for
@@ -49,16 +49,24 @@ def export(model: nn.Module, example: Example, path: str | Path, to: str = "onnx
     part = path.parent / f"{path.stem}.part{path.suffix or Path(TARGETS[to]).suffix}"
     try:
         make_folder(path.parent)
-        with undisturbed(model), _without_cache(model), _quiet():
+        with _writing(part, path), undisturbed(model), _without_cache(model), _quiet():
             batches, why = _write(model, example, part, to)
             worst = max(_compare(model, example, part, to, batch) for batch in batches)
-        rename(part, path)
     except OSError as err:
         raise RankwiseError(f"{path} could not be written ({err.strerror or err}): check the folder") from None
-    finally:
-        remove(part)
     found = {"path": str(path), "to": to, "bytes": path.stat().st_size, "batches": batches, "difference": worst}
     return {**found, "batch": "any" if why is None else batches[0], **({} if why is None else {"why": why})}
+
+
+@contextmanager
+def _writing(part: Path, path: Path) -> Iterator[None]:
+    """Another process that exports to the same file waits. What was written gets its name when nothing was wrong."""
+    with alone(path.parent / f"{path.name}.lock"):
+        try:
+            yield
+            rename(part, path)
+        finally:
+            remove(part)
 
 
 def _write(model: nn.Module, example: Example, path: Path, to: str) -> tuple[list[int], str | None]:
@@ -113,7 +121,15 @@ def _program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
     shapes = None
     if dynamic:
         shapes = {k: shape(v) for k, v in kwargs.items()} if kwargs else tuple(map(shape, args))
-    return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+    return _without_traces(torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False))
+
+
+def _without_traces(program: Any) -> Any:
+    """torch notes for every operation the files and the lines of code it came from: they are not to be given away."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    return program
 
 
 def open_exported(path: str | Path, to: str) -> Any:
