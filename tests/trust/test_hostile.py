@@ -19,6 +19,7 @@ from rankwise import __main__ as program
 from rankwise.core import files
 from rankwise.models import networks
 from rankwise.planning.plan import Plan
+from rankwise.reports import embedded
 from rankwise.studies import runner
 from rankwise.studies.study import fill_in
 from rankwise.studies.study_file import make_study, parse_study, read_study
@@ -174,6 +175,11 @@ def test_complex_weights_are_not_cut_down_to_real_ones(tmp_path: Path) -> None:
 # ---- what is no file -------------------------------------------------------------------------------------
 
 
+def index_beside(folder: Path) -> Path:
+    (folder / "m.safetensors.index.json").write_text('{"weight_map": {"weight": "a.safetensors"}}')
+    return folder / "m.safetensors.index.json"
+
+
 @pytest.mark.parametrize("kind", ["pipe", "loop", "device", "folder"])
 @pytest.mark.parametrize(
     ("name", "read"),
@@ -187,6 +193,9 @@ def test_complex_weights_are_not_cut_down_to_real_ones(tmp_path: Path) -> None:
         ("m.safetensors.index.json", lambda folder: networks.load_weights_(nn.Linear(2, 2), next(folder.iterdir()))),
         ("a.json", results.read_rows),
         ("s.toml", lambda folder: read_study(folder / "s.toml")),
+        ("t.table", lambda folder: rw.Table.load(folder / "t.table")),
+        ("a.safetensors", lambda folder: networks.load_weights_(nn.Linear(2, 2), index_beside(folder))),
+        ("p.json", lambda folder: embedded._read_plan(folder, "p.json")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -199,6 +208,13 @@ def test_nothing_waits_for_a_pipe(name: str, read: Callable[[Path], object], kin
     else:
         path.symlink_to("/dev/zero" if kind == "device" else path)
     check_sentence(lambda: read(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a\0b", "x" * 5000, "a/" * 3000, "\ud800"])
+def test_a_row_names_files_of_its_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("{}")
+    (tmp_path / "rows").mkdir()
+    check_sentence(lambda: embedded._read_plan(tmp_path / "rows", name))
 
 
 # ---- training states -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.core import files
+from rankwise.core.disk import why
 from rankwise.errors import RankwiseError
 from rankwise.planning.plan import Plan
 from rankwise.planning.table import Progress
@@ -109,7 +110,10 @@ def _read_plan(folder: Path, name: str) -> dict[str, Any]:
 
 def _inside(folder: Path, name: str) -> Path:
     """A file that a row names. Nothing outside of the folder is read: a report is made to be given away."""
-    path = (folder / name).resolve()
+    try:
+        path = (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError) as err:  # a name that no file can have, links in a circle
+        raise RankwiseError(f"a row of {folder} names the file {name!r:.80} ({why(err)}): correct the row") from None
     if not path.is_relative_to(folder.resolve()):
         raise RankwiseError(
             f"a row of {folder} names the file {name!r}, which is outside of the folder: correct the row"
