@@ -21,10 +21,13 @@ class BudgetError(RankwiseError):
 def out_of_memory(err: BaseException | None) -> bool:
     """Whether memory ran out, in this error or in those that led to it.
 
-    torch has no exception of its own for memory of the CPU.
+    torch has no exception of its own for memory of the CPU, and oneDNN does not even name it.
     """
     while err is not None:
-        if isinstance(err, MemoryError) or any(sign in str(err) for sign in ("allocate memory", "out of memory")):
+        text = str(err)
+        if isinstance(err, MemoryError) or any(sign in text for sign in ("allocate memory", "out of memory")):
+            return True
+        if text in ("could not create a primitive", "could not create a memory"):
             return True
         err = err.__cause__ or err.__context__
     return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -212,6 +213,18 @@ def hungry(cell: Any, out: str) -> None:
     cells.run_cell(cell, out)
 
 
+def starving(cell: Any, out: str) -> None:
+    """Memory runs out for real: the system gives the process a megabyte more than it has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if cell.entry.label == "alds":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), before[1]))
+    try:
+        cells.run_cell(cell, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def waiting(cell: Any, out: str) -> None:
     """Goes on when a node has disappeared. The file says that it has begun."""
     (Path(out) / f"{os.getpid()}.begun").touch()
@@ -326,6 +339,21 @@ def lose_workers(kind: str, out: str) -> None:
     runner.run_cell, workers.RETRIES = hungry, 1
     place = (lambda count: workers.Pool(1)) if kind == "pool" else (lambda count: workers.Ray("local", 1))
     print("failed", len(runner.run_study(make(), out, place).failed))
+
+
+def run_starving(out: str) -> None:
+    runner.run_cell, workers.RETRIES = starving, 1
+    print("failed", len(runner.run_study(make(4096), out, lambda count: workers.Pool(1)).failed))
+
+
+def test_cells_without_memory_say_so_and_the_others_are_done(tmp_path: Path) -> None:
+    assert "failed 2" in bounded("run_starving", str(tmp_path))
+    rows = {row["cell"]: row for row in results.read_rows(tmp_path)}
+    assert set(rows) == {cell.name for cell in make(4096).cells()}
+    for row in rows.values():
+        assert row["status"] == ("failed" if row["label"] == "alds" else "done"), row.get("error")
+    for error in [row["error"] for row in rows.values() if row["status"] == "failed"]:
+        assert "memory" in error or "died" in error, error
 
 
 @pytest.mark.trust

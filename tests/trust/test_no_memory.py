@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import rankwise as rw
 from rankwise.calibration import synthetic
 from rankwise.deploy import export
 from rankwise.errors import out_of_memory
+from rankwise.surgery.forward import run_example
 
 SAID = "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"
 
@@ -59,6 +61,26 @@ def test_a_layer_is_not_left_whole_for_want_of_memory() -> None:
 
     with pytest.raises(RuntimeError, match="allocate memory"):
         rw.find_layers(nn.Sequential(Mine(4, 4)))
+
+
+def test_a_network_without_memory_is_no_wrong_input() -> None:
+    """The sentence would say that another input is needed."""
+
+    class Starved(nn.Module):
+        def __init__(self, says: str) -> None:
+            super().__init__()
+            self.linear, self.says = nn.Linear(4, 4), says
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError(self.says)
+
+    for says in (SAID, "could not create a primitive"):
+        with pytest.raises(RuntimeError, match=re.escape(says)) as caught:
+            run_example(Starved(says), torch.zeros(1, 4))
+        assert not isinstance(caught.value, rw.RankwiseError)
+    says = "could not create a primitive descriptor for the matmul primitive. Run workload with more"
+    with pytest.raises(rw.RankwiseError, match="give an input that fits the model"):
+        run_example(Starved(says), torch.zeros(1, 4))
 
 
 def test_errors_that_are_not_of_memory() -> None:

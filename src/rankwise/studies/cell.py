@@ -24,7 +24,8 @@ from torch import nn
 
 from rankwise.compression import Compression, Request
 from rankwise.core import files
-from rankwise.errors import RankwiseError
+from rankwise.core.disk import why
+from rankwise.errors import RankwiseError, out_of_memory
 from rankwise.methods import get_method
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
@@ -70,6 +71,8 @@ def _sentence(err: Exception) -> str:
     """For what users can get wrong its sentence; for our own mistakes the place, too."""
     if isinstance(err, RankwiseError):
         return str(err)
+    if out_of_memory(err):
+        return f"there is not enough memory ({why(err)}): use fewer workers or a larger machine"
     last = traceback.extract_tb(err.__traceback__)[-1]
     return f"{type(err).__name__}: {err} ({Path(last.filename).name}, line {last.lineno})"
 

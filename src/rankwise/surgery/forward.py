@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from rankwise.core.layer import LINEAR_KINDS, Call
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, out_of_memory
 from rankwise.surgery.effective import form_of, is_plain_on, sizes_with, was_tried
 from rankwise.surgery.hooks import Look, Looks, Seen, watching
 from rankwise.surgery.macs import counter
@@ -70,6 +70,8 @@ def run_example(model: nn.Module, example: Example) -> Any:
     except RankwiseError:
         raise
     except Exception as err:
+        if out_of_memory(err):
+            raise
         first_line = (str(err).splitlines() or [""])[0]
         raise RankwiseError(
             f"the model could not run on an input of {_sizes(example)} "
