@@ -117,6 +117,27 @@ def test_hooks_are_hung_in_one_place() -> None:
     assert stops == {"surgery/forward.py", "calibration/lockstep.py"}
 
 
+WRITES = re.compile(r"(?:.*\.)?(?:write_text|write_bytes|save_file|save_pretrained|copyfile|copytree|tofile)")
+
+
+def test_files_are_written_in_one_place() -> None:
+    """What core/disk.py writes is flushed, and gets its name when it is whole; others hand it their bytes."""
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            modes = [ast.unparse(mode) for mode in [*node.args, *(k.value for k in node.keywords if k.arg == "mode")]]
+            opens = name.split(".")[-1] == "open" and any(
+                re.fullmatch(r"'[rbt]*[wax+][wax+bt]*'", mode) for mode in modes
+            )
+            moves = name in ("os.write", "os.replace", "os.rename", "os.truncate", "shutil.move", "os.fdopen")
+            if opens or moves or WRITES.fullmatch(name):
+                found.add((str(path.relative_to(SOURCE)), name))
+    assert {path for path, _ in found} == {"core/disk.py"}, found
+
+
 # ---- names -----------------------------------------------------------------------------------------------
 
 MOST = 7  # parameters of a function, self not counted
