@@ -1,7 +1,8 @@
 """The n-th operation fails, for n = 1, 2, … until the command has no n-th operation: for every command that writes.
 
-Operations of the disk fail one by one, and so do torch's (each of which allocates), at some places of the whole run.
-What must hold: one sentence, exit status not 0, what was there is there, no temporary file, and the next run goes on.
+Operations of the disk fail one by one, and so do torch's (each of which allocates): the first one of every line of our
+code that leads to one. What must hold: one sentence, exit status not 0, what was there is there, no temporary file here
+or in the folder that the system has for them, and the next run goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import resource
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -26,6 +28,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import made_rows
+import rankwise
 from rankwise.__main__ import main
 from rankwise.cli import demo as demos
 from rankwise.cli import progress
@@ -98,21 +101,39 @@ def failing(fault: Fault) -> Iterator[Fault]:
             setattr(os, name, function)
 
 
-class Allocation(TorchDispatchMode):
-    """Operation number `nth` of torch finds no memory, in torch's own words."""
+SOURCE = str(Path(rankwise.__file__).parent)
+Place = tuple[str, int]  # file and line
 
-    def __init__(self, nth: int) -> None:
+
+class Allocation(TorchDispatchMode):
+    """Operation number `nth` of torch finds no memory, in torch's own words.
+
+    Without a number none fails, and `first` has the number of the first operation of every line of our code.
+    """
+
+    def __init__(self, nth: int | None = None) -> None:
         super().__init__()
         self.nth, self.count, self.where = nth, 0, ""
+        self.first: dict[Place, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
+        if self.nth is None:
+            self.first.setdefault(_our_line(), self.count)
         if self.count == self.nth:
             self.where = str(func)
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _our_line() -> Place:
+    """The innermost line of the package that is being executed."""
+    frame = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(SOURCE):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 @dataclass(frozen=True)
@@ -142,8 +163,8 @@ Known = tuple[Path, Path, object, object]  # what was prepared, where to try, wh
 class Search:
     """Which failures are tried.
 
-    `once`: every call fails with each of these errors; `lasting`: a call and all later ones fail; `allocations`: so
-    many operations of torch, evenly spread. With a `stride` a sample of the calls is tried.
+    `once`: every call fails with each of these errors; `lasting`: a call and all later ones fail; `allocations`: at so
+    many lines of our code, evenly spread, torch finds no memory. With a `stride` a sample of the calls is tried.
     """
 
     once: tuple[str, ...] = tuple(ERRORS)
@@ -156,7 +177,7 @@ class Search:
 def explore(command: Command, search: Search) -> Found:
     found, start = Found(command.name), time.process_time()
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(dir=place) as name:
+    with tempfile.TemporaryDirectory(dir=place) as name, temporary_files(Path(name) / TEMPORARY):
         top = Path(name).resolve()
         ready = top / "ready"
         ready.mkdir()
@@ -178,6 +199,20 @@ def explore(command: Command, search: Search) -> Found:
             _limited(command, known, found)
     found.seconds = time.process_time() - start
     return found
+
+
+TEMPORARY = "tmp"
+
+
+@contextmanager
+def temporary_files(folder: Path) -> Iterator[None]:
+    """Whoever asks the system for a temporary file gets it in `folder`, where what is left can be seen."""
+    folder.mkdir()
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _every(command: Command, search: Search, name: str, lasting: bool, known: Known, found: Found) -> None:
@@ -217,14 +252,15 @@ def programs_remembered() -> Iterator[None]:
 
 
 def _allocations(command: Command, wanted: int, known: Known, found: Found) -> None:
-    """The first operation of torch, the last, and others between them."""
+    """The first operation of torch that each line of our code leads to; of many lines an even choice."""
     if not wanted:
         return
-    counter = Allocation(-1)
+    counter = Allocation()
     with counter:
         run(command.first(_copy(known[0], known[1] / "disk")))
-    for i in range(wanted if counter.count else 0):
-        fault = Allocation(1 + i * (counter.count - 1) // max(1, wanted - 1))
+    numbers = sorted(counter.first.values())
+    for i in range(min(wanted, len(numbers))):
+        fault = Allocation(numbers[i * len(numbers) // min(wanted, len(numbers))])
         root = _copy(known[0], known[1] / "disk")
         label = f"no memory at operation {fault.nth} of torch"
         with fault:
@@ -265,7 +301,8 @@ def _judge(
     wrong = found.violations.append
     if status and not (said.startswith("rankwise: ") and said.count("\n") == 1) and not _rows_say_why(root):
         wrong(f"{label}: status {status} and not one sentence: {said[-200:]!r}")
-    left = [name for name in contents(root) if ".part" in name]
+    left = [name for name in contents(root) if ".part" in name or name.endswith(".lock")]
+    left += contents(known[1].parent / TEMPORARY)
     if tidy and left:
         wrong(f"{label}: {left} left behind")
     try:
@@ -278,7 +315,7 @@ def _judge(
     status, said = _guarded(command.again(root), found, f"after {label}")
     if status or command.read(root) != new:
         wrong(f"{label}: the next run does not go on: {said[-200:]!r}")
-    left = [name for name in contents(root) if ".part" in name or name.endswith(".lock")]
+    left = [name for name in contents(root) if ".part" in name or name.endswith((".lock", ".work"))]
     if left:
         wrong(f"{label}: {left} left behind after the next run")
 
@@ -516,5 +553,5 @@ ONNX = Command(
 EXPORTED = replace(ONNX, name="export exported", first=_export("exported"), again=_export("exported", "--force"))
 EXPORTED = replace(EXPORTED, read=_program("exported", "model.pt2"))
 DEMO = Command("demo", lambda folder: None, _demo, _demo, _demo_page)
-ALL = Search(allocations=6)
+ALL = Search(allocations=1 << 30)
 COMMANDS = (COMPRESS, LANGUAGE, TRAIN, RETRAIN, ITERATE, RUN, REPORT, ONNX, EXPORTED, DEMO)

@@ -153,7 +153,7 @@ def fault(name: str, thin: int) -> Any:
 
     command = next(c for c in (*faults.COMMANDS, blocks.COMMAND) if c.name == name)
     with faults.shortened():
-        return faults.explore(command, replace(faults.ALL, stride=thin))
+        return faults.explore(command, replace(faults.ALL, stride=thin, allocations=faults.ALL.allocations // thin))
 
 
 def jobs(only: list[str], inputs: int, thin: int, wanted: Callable[[str], bool]) -> Iterator[Callable[[], list[Line]]]:
