@@ -14,6 +14,7 @@ import copy
 import gc
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from trust.mutations import (
 CORPUS = Path(__file__).parent / "corpus"
 LARGEST = 4096  # bytes of an input
 SLOW = 5.0  # seconds of the processor; no input of this size may take as long
+MUCH = 500  # MB; all inputs of this size together may not take as much more memory
 COVERED = 0.1  # of the inputs follow the coverage
 SCRATCH = "RANKWISE_FUZZ_SCRATCH"
 
@@ -422,7 +424,7 @@ def mutations(
     """Mutations of the seeds, one in four of them mutated again."""
     found, draw, start = Tried(), random.Random(f"{target.name} {seed}"), time.perf_counter()
     warm(target)
-    known = seeds or corpus_of(target.name)
+    known, before = seeds or corpus_of(target.name), megabytes()
     while found.inputs < runs and time.perf_counter() - start < seconds:
         data = mutated(target, draw, draw.choice(known))
         if draw.random() < 0.25:
@@ -434,8 +436,15 @@ def mutations(
             found.violations.append(tell(target, data, err))
             if len(found.violations) >= 20:
                 break
+    if megabytes() - before > MUCH:
+        found.violations.append(f"{target.name}: some input took {megabytes() - before:.0f} MB")
     found.seconds = time.perf_counter() - start
     return found
+
+
+def megabytes() -> float:
+    """The most that this process has ever had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def covered(target: Target, runs: int, seed: int, folder: Path) -> None:

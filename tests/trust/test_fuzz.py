@@ -114,7 +114,7 @@ def test_a_row_without_a_unit_is_in_params(tmp_path: Path) -> None:
 
 # Extremes: in a process that may have so much memory and so much time.
 
-READ = ("a million layers", "a million names in an index")
+READ = ("a million layers", "a million names in an index", "spectra of a million layers", "a million published numbers")
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]), int(sys.argv[1])))
@@ -122,14 +122,20 @@ resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 import rankwise as rw
 from rankwise.errors import RankwiseError
 from rankwise.core.shards import read_index
+from rankwise.models.weights import load_weights_
+from rankwise.reports import embedded, published
 from rankwise.studies.study_file import read_study
 from rankwise.training import results, resume
 from pathlib import Path
+from torch import nn
 try:
     path = Path(sys.argv[3])
     readers = {"plan": rw.Plan.load, "table": rw.Table.load, "study": read_study, "row": results._read_row}
     readers |= {"index": lambda p: read_index(resume.files.read(p), str(p))}
     readers |= {"state": lambda p: resume.loads(resume.files.read(p, None), str(p))}
+    readers |= {"weights": lambda p: load_weights_(nn.Linear(2, 2), p.rename(p.with_suffix(".safetensors")))}
+    readers |= {"published": lambda p: published.points_of([published.read_table(resume.files.read(p), str(p))])}
+    readers |= {"spectra": lambda p: embedded.thin(resume.files.parse(resume.files.read(p), str(p)), str(p))}
     readers[sys.argv[2]](path)
 except RankwiseError as err:
     print("refused:", str(err)[:300])
@@ -162,6 +168,17 @@ def extremes(name: str) -> tuple[str, bytes]:
         return "table", with_header(metadata)
     if name == "a header of 100 MB that is a state":
         return "state", with_header(metadata.replace(b"rankwise-table", b"rankwise-state"))
+    if name == "a header of 100 MB in a file of weights":
+        return "weights", with_header(metadata.replace(b"rankwise-table", b"x"))
+    if name == "a million tensors":
+        entries = ",".join(f'"{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(10**6))
+        return "weights", with_header(f"{{{entries}}}".encode())
+    if name == "spectra of a million layers":
+        return "spectra", f"""{{"layers": {{{",".join(f'"{i}": {{"a": [1]}}' for i in range(10**6))}}}}}""".encode()
+    if name == "a million published numbers":
+        table = json.loads(fuzz.corpus("published")[0])
+        record = json.dumps(table.pop("records")[0])
+        return "published", json.dumps(table)[:-1].encode() + f', "records": [{",".join([record] * 10**6)}]}}'.encode()
     if name == "a header that says 2**62 bytes":
         return "table", struct.pack("<Q", 2**62) + b"{}"
     if name == "a number of 200 million digits":
@@ -194,6 +211,10 @@ def extremes(name: str) -> tuple[str, bytes]:
         "a file of more than the limit",
         "a million nested lists",
         pytest.param("a header of 100 MB that is a state", marks=pytest.mark.trust),
+        pytest.param("a header of 100 MB in a file of weights", marks=pytest.mark.trust),
+        pytest.param("a million tensors", marks=pytest.mark.trust),
+        pytest.param("spectra of a million layers", marks=pytest.mark.trust),
+        pytest.param("a million published numbers", marks=pytest.mark.trust),
         pytest.param("a number of 200 million digits", marks=pytest.mark.trust),
         pytest.param("a million layers", marks=pytest.mark.trust),
         pytest.param("a million layers, two alike", marks=pytest.mark.trust),
@@ -217,7 +238,7 @@ def test_a_number_of_a_billion_digits(tmp_path: Path) -> None:
         file.write(b'{"format": ')
         for _ in range(100):
             file.write(b"9" * 10**7)
-    for kind in ("plan", "table", "index", "study", "row", "state"):
+    for kind in ("plan", "table", "index", "study", "row", "published", "spectra", "state", "weights"):
         assert limited(kind, tmp_path / "file", gigabytes=0.5 if kind != "state" else 3).startswith("refused:"), kind
 
 

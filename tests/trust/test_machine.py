@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import rankwise as rw
 from rankwise.deploy.export import export, open_exported
@@ -73,6 +74,13 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def macs(model: nn.Module) -> int:
+    """By torch's own counter, for one input."""
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        model.eval()(X[:1])
+    return counter.get_total_flops() // 2
+
+
 class Story(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -96,14 +104,16 @@ class Story(RuleBasedStateMachine):
             self.dense: nn.Module = names["net"](width, depth, norm).eval()
         self.shapes = [tuple(p.shape) for p in self.dense.parameters()]
 
-    @rule(method=st.sampled_from(METHODS), keep=st.floats(0.05, 1.0))
-    def compress(self, method: str, keep: float) -> None:
+    @rule(method=st.sampled_from(METHODS), keep=st.floats(0.05, 1.0), unit=st.sampled_from(("params", "macs", "both")))
+    def compress(self, method: str, keep: float, unit: str) -> None:
         before = {k: v.clone() for k, v in self.dense.state_dict().items()}
         try:
-            self.small, self.plan = rw.compress(self.dense, X, method=method, keep=keep)
+            shares = {"keep": None if unit == "macs" else keep, "macs": None if unit == "params" else keep}
+            self.small, self.plan = rw.compress(self.dense, X, method, **shares)
         except BudgetError:
             return  # everything else that is raised is a mistake
-        assert count(self.small) <= keep * count(self.dense)
+        assert unit == "macs" or count(self.small) <= keep * count(self.dense)
+        assert unit == "params" or macs(self.small) <= keep * macs(self.dense)
         assert self.plan.before.params == count(self.dense)
         assert all(torch.equal(v, before[k]) for k, v in self.dense.state_dict().items()), "the model is left alone"
 
