@@ -202,6 +202,7 @@ def explore(command: Command, search: Search) -> Found:
 
 
 TEMPORARY = "tmp"
+INDUCTOR = "torchinductor_"  # torch's own store of what it has compiled
 
 
 @contextmanager
@@ -302,7 +303,7 @@ def _judge(
     if status and not (said.startswith("rankwise: ") and said.count("\n") == 1) and not _rows_say_why(root):
         wrong(f"{label}: status {status} and not one sentence: {said[-200:]!r}")
     left = [name for name in contents(root) if ".part" in name or name.endswith(".lock")]
-    left += contents(known[1].parent / TEMPORARY)
+    left += [path.name for path in (known[1].parent / TEMPORARY).iterdir() if not path.name.startswith(INDUCTOR)]
     if tidy and left:
         wrong(f"{label}: {left} left behind")
     try:
