@@ -15,6 +15,7 @@ from rankwise.calibration import synthetic
 from rankwise.deploy import export
 from rankwise.errors import out_of_memory
 from rankwise.surgery.forward import run_example
+from sentences import check_sentence
 
 SAID = "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"
 
@@ -42,6 +43,22 @@ def test_an_export_without_memory_is_not_one_of_another_batch_size(
         return failing() if len(calls) == 1 else real(*given)
 
     monkeypatch.setitem(export.CONTENTS, "exported", first_time)
+    with pytest.raises(MemoryError):
+        rw.export(nn.Linear(3, 2), torch.ones(1, 3), tmp_path / "m.pt2", "exported")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_cannot_be_opened_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says no more than that where memory runs out meanwhile."""
+
+    def fails(path: Path, to: str) -> Any:
+        raise RuntimeError("We ran into an error when deserializing the saved file.\nPlease check the warnings")
+
+    monkeypatch.setattr(export, "open_exported", fails)
+    assert "deserializing" in check_sentence(
+        lambda: rw.export(nn.Linear(3, 2), torch.ones(1, 3), tmp_path / "m.pt2", "exported")
+    )
+    monkeypatch.setattr(export, "open_exported", wrapped)
     with pytest.raises(MemoryError):
         rw.export(nn.Linear(3, 2), torch.ones(1, 3), tmp_path / "m.pt2", "exported")
     assert not list(tmp_path.iterdir())

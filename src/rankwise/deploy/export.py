@@ -158,7 +158,7 @@ def _compare(model: nn.Module, example: Example, path: Path, to: str, batch: int
     """The largest relative difference between the file's outputs and the model's; an error where that is large."""
     args, kwargs = _inputs(model, example, batch)
     wanted = tensors_of(run_example(model, kwargs or args))
-    given = open_exported(path, to)(args, kwargs)
+    given = _outputs_of(path, to, args, kwargs)
     if [t.shape for t in wanted] != [t.shape for t in given]:
         raise RankwiseError(f"the export to {to} gives outputs of other shapes than the network: it was not kept")
     gaps = [_gap(a, b) for a, b in zip(wanted, given, strict=True) if a.numel()]
@@ -168,6 +168,20 @@ def _compare(model: nn.Module, example: Example, path: Path, to: str, batch: int
             f"the export to {to} gives other outputs than the network (by {worst:.1e}): it was not kept"
         )
     return worst
+
+
+def _outputs_of(path: Path, to: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    try:
+        outputs: list[Tensor] = open_exported(path, to)(args, kwargs)
+        return outputs
+    except OSError:
+        raise
+    except Exception as err:
+        if out_of_memory(err):
+            raise MemoryError(_line(err)) from err
+        raise RankwiseError(
+            f"the export to {to} could not be opened again ({type(err).__name__}: {_line(err)}): it was not kept"
+        ) from err
 
 
 def _gap(wanted: Tensor, given: Tensor) -> float:
