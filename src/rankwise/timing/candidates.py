@@ -14,7 +14,7 @@ from rankwise.core.fold import all_folds
 from rankwise.core.layer import Layer
 from rankwise.core.option import Option
 from rankwise.core.slicing import divisors
-from rankwise.decompositions import DECOMPOSITIONS, PLAIN, Decomposition, Selection, costs
+from rankwise.decompositions import DECOMPOSITIONS, PLAIN, Decomposition, Selection, costs, of
 from rankwise.errors import RankwiseError
 
 SHARES = (0.8, 0.55, 0.35, 0.2, 0.1)  # of the rank at which a pair has as many macs as the layer
@@ -26,10 +26,11 @@ Candidate = tuple[Option, list[int]]  # ranks are falling
 
 
 def candidates(layer: Layer) -> list[Candidate]:
-    """Options worth timing, the most promising first, and ranks of each."""
+    """Options worth timing and ranks of each: one of every kind, then the others, the most promising first."""
     options = sorted([*_pairs(layer), *_others(layer)], key=lambda option: option.slices)
-    found = [(option, _ranks(layer, option)) for option in options]
-    return [(option, ranks) for option, ranks in found if ranks]
+    found = [(option, ranks) for option in options if (ranks := _ranks(layer, option))]
+    first = {of(option).timed_as: option for option, _ in reversed(found)}
+    return sorted(found, key=lambda one: one[0] != first[of(one[0]).timed_as])
 
 
 def kinds() -> tuple[str, ...]:

@@ -236,14 +236,17 @@ class _Rig:
         self.whole: list[float] = []  # seconds of the network as it is, run by run
 
     def explore(self, seconds: float, progress: Progress | None) -> None:
-        """Every option of every layer at half of its macs, and those that are not hopeless at other ranks too."""
+        """Every option of every layer at half of its macs, and those that are not hopeless at other ranks too.
+
+        One of every kind is timed however short the time is: a kind without times could not be chosen.
+        """
         start = time.monotonic()
         every = {layer.name: candidates(layer) for layer in self.layers}
         first = {
             name: [(option, min(ranks, key=lambda r: abs(r - ranks[0] / 2))) for option, ranks in options]
             for name, options in every.items()
         }
-        self.once_over(first, start + seconds / 2, progress)
+        self.once_over(first, start + seconds / 2, progress, least=len(kinds()))
         cells: dict[str, list[Cell]] = {}
         for name, options in every.items():
             for (option, ranks), middle in zip(options, first[name], strict=True):
@@ -254,13 +257,13 @@ class _Rig:
                 break
             self.once_over(cells, start + seconds * (1 if turn else 1.5), progress)
 
-    def once_over(self, cells: Mapping[str, list[Cell]], end: float, progress: Progress | None) -> None:
+    def once_over(self, cells: Mapping[str, list[Cell]], end: float, progress: Progress | None, least: int = 0) -> None:
         """Networks in which every layer is in its first cell, its second, …; and often the network as it is."""
         count = max(map(len, cells.values()), default=0)
         for at in range(count):
             if at % OFTEN == 0:
                 self.turn({})
-            if time.monotonic() > end:
+            if at >= least and time.monotonic() > end:
                 break
             if progress:
                 progress("", at, count)
