@@ -78,6 +78,22 @@ def test_rows_are_complete(tmp_path: Path) -> None:
     assert not [p for p in (tmp_path / "work").iterdir() if p.is_dir()]
 
 
+def test_the_reference_teaches(tmp_path: Path) -> None:
+    """The same network before; afterwards one that learned from the reference, also where labels weigh nothing."""
+    plain = {"model": "digits-cnn", "data": "digits", "set": {"epochs": 6, "retrain_lr": 1e-3}}
+    taught = {**plain, "teacher": True}
+    alone = {**taught, "set": {**plain["set"], "labels": 0.0}}
+    rows = {}
+    for name, network in (("plain", plain), ("taught", taught), ("alone", alone)):
+        done = run(make(methods=["svd"], keeps=[0.3], retrain=[0.2], network=[network]), tmp_path).done
+        rows[name] = next(row for row in results.read_rows(tmp_path) if row["cell"] in done)
+        assert rows[name].get("teacher", False) == (name != "plain")
+        assert rows[name]["compressed"] == rows["plain"]["compressed"]
+    losses = {name: row["retrained"]["loss"] for name, row in rows.items()}
+    assert len(set(losses.values())) == 3
+    assert losses["alone"] < rows["alone"]["compressed"]["loss"]
+
+
 def test_shared_work_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rankwise.compression import basis
     from rankwise.studies import reference

@@ -118,6 +118,7 @@ def test_names_say_what_decides_and_nothing_else() -> None:
     assert make(title="another").cells()[0].name == name
     # Rows from before there were `recover` and `calibrate` keep their names.
     assert make().cells()[0].entry.identity == {"method": "alds", "label": "alds", "settings": {}}
+    assert "teacher" not in make().cells()[0].network.identity
     for change in (
         {"methods": [{"method": "alds", "error": "max"}]},
         {"methods": [{"method": "alds", "label": "other"}]},
@@ -133,6 +134,7 @@ def test_names_say_what_decides_and_nothing_else() -> None:
         {"network": [{**network, "recipe": "gentle"}]},
         {"network": [{**network, "set": {"epochs": 3}}]},
         {"network": [{**network, "limit": 10}]},
+        {"network": [{**network, "teacher": True}]},
         {"network": [{**network, "exclude": ["fc"]}]},
         {"network": [{**network, "model": "resnet20"}]},
         {"network": [{**network, "data": "hub:digits"}]},
@@ -201,6 +203,7 @@ def test_bare_values_need_one_meaning() -> None:
         ({"network": {"model": "digits-cnn"}}, "must be a list"),
         ({"network": [{"model": "digits-cnn", "data": "digits", "gpus": -1}]}, "from 0 on"),
         ({"network": [{"model": "digits-cnn", "data": "digits", "limit": 0}]}, "from 1 on"),
+        ({"network": [{"model": "digits-cnn", "data": "digits", "teacher": "it"}]}, "'teacher' of .* must be"),
         ({"methods": []}, "has no methods"),
         ({"methods": ["magic"]}, "unknown method 'magic'"),
         ({"methods": [{"method": "alds", "grops": 3}]}, "unknown setting 'grops'"),
@@ -228,6 +231,15 @@ def test_bare_values_need_one_meaning() -> None:
         (
             {"mode": "iterate", "keeps": {"alpha": 0.8, "count": 2}, "retrain": 1.0, "unit": "macs"},
             "for iterate are params",
+        ),
+        (
+            {
+                "mode": "iterate",
+                "keeps": {"alpha": 0.8, "count": 2},
+                "retrain": 1.0,
+                "network": [{**PLAIN["network"][0], "teacher": True}],
+            },
+            "iterates with a teacher",
         ),
     ],
 )

@@ -101,6 +101,7 @@ def _head(cell: Cell, status: str) -> dict[str, Any]:
         "seed": cell.seed,
     }
     row |= {key: value for key, value in cell.entry.identity.items() if key not in row}
+    row |= {"teacher": True} if network.teacher else {}
     return {**row, "round": cell.round} if cell.round else row
 
 
@@ -148,7 +149,7 @@ def _one_shot(cell: Cell, out: Path, reference: Reference) -> dict[str, Any]:
             small, plan = compressed(cell, out, reference)
         checkpoint.save(small, replace(plan, model=reference.spec), work / "small")
         files.write_whole(note, json.dumps({"seconds": seconds[0]}).encode())
-    row = steps.retrain(work / "small", _run(cell, work / "retrained"), base=reference.spec)
+    row = steps.retrain(work / "small", _run(cell, work / "retrained", reference), base=reference.spec)
     spent = {"compress": files.parse(files.read(note), str(note))["seconds"], **row["seconds"]}
     return {
         "plan": checkpoint.read_plan(work / "small"),
@@ -167,7 +168,7 @@ def _round(cell: Cell, out: Path, reference: Reference) -> dict[str, Any]:
         cell.round, entry.method, cell.network.exclude, cell.images, changes=entry.settings, recover=entry.recover
     )
     with lock(work.with_suffix(".lock")):
-        rows = steps.iterate(reference.spec, _run(cell, work), rounds, reference.weights)
+        rows = steps.iterate(reference.spec, _run(cell, work, reference), rounds, reference.weights)
         plan = checkpoint.read_plan(work / f"round-{cell.round}")
     row = rows[-1]
     scores = {when: row[when] for when in ("compressed", "retrained")}
@@ -187,12 +188,15 @@ def _time(cell: Cell, reference: Reference, small: nn.Module | Path, out: Path) 
     return {**found, "batch": batch, "threads": how.to_json()["threads"], "layout": how.layout}
 
 
-def _run(cell: Cell, folder: Path) -> steps.Run:
+def _run(cell: Cell, folder: Path, reference: Reference) -> steps.Run:
     network = cell.network
+    teacher = reference.weights if network.teacher else None
     recipe = replace(network.training, retrain=cell.epochs)
     if network.alpha is not None:
         recipe = replace(recipe, alpha=network.alpha)
-    return steps.Run(network.source, recipe, folder, cell.seed, True, cell.split, network.limit, network.size)
+    return steps.Run(
+        network.source, recipe, folder, cell.seed, True, cell.split, network.limit, network.size, teacher=teacher
+    )
 
 
 def _chain(cell: Cell) -> str:

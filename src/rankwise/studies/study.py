@@ -28,7 +28,10 @@ _PLACES = ("source", "file", "weights", "keeps", "alpha", "cpus", "gpus")
 
 @dataclass(frozen=True)
 class StudyNetwork:
-    """`data` and `weights` as the study has them; `source` and `file` what they stand for, once that is known."""
+    """`data` and `weights` as the study has them; `source` and `file` what they stand for, once that is known.
+
+    With `teacher` the reference network teaches what is retrained.
+    """
 
     model: str
     data: str
@@ -41,6 +44,7 @@ class StudyNetwork:
     cpus: float = 1
     gpus: float = 0
     alpha: float | None = None
+    teacher: bool = False
     source: str = ""
     file: str | None = None
     file_digest: str | None = None
@@ -52,7 +56,8 @@ class StudyNetwork:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What decides results: neither where things lie nor the rest of the grid does."""
-        return {key: value for key, value in asdict(self).items() if key not in _PLACES}
+        own = {key: value for key, value in asdict(self).items() if key not in (*_PLACES, "teacher")}
+        return {**own, "teacher": True} if self.teacher else own  # as it was before there were teachers
 
     @property
     def name(self) -> str:

@@ -33,7 +33,7 @@ _STUDY = [
     "methods",
     "network",
 ]
-_NETWORK = ["model", "data", "weights", "recipe", "set", "exclude", "size", "limit", "keeps", "cpus", "gpus"]
+_NETWORK = ["model", "data", "weights", "recipe", "set", "exclude", "size", "limit", "keeps", "teacher", "cpus", "gpus"]
 _KEEPS = ["alpha", "first", "last", "count"]
 MOST_CELLS = 100_000
 LARGEST = 1 << 22  # bytes: TOML is read slowly, a megabyte in a second
@@ -109,6 +109,8 @@ def _check(study: Study, where: str) -> None:
         for network in study.networks:
             if network.alpha is None:
                 raise RankwiseError(f"{where} iterates, so its keeps are αⁱ: give keeps = {{alpha = 0.8, count = 5}}")
+            if network.teacher:
+                raise RankwiseError(f"{where} iterates with a teacher, which only oneshot and sweep have: leave it out")
     names = [cell.name for cell in study.cells()]
     if len(set(names)) < len(names):
         raise RankwiseError(f"{where} asks for the same cell twice: name every network, keep and share once")
@@ -146,6 +148,7 @@ def _network(data: dict[str, Any], keeps: tuple[tuple[float, ...], float | None]
         cpus=data.get("cpus", 1),
         gpus=data.get("gpus", 0),
         alpha=own[1],
+        teacher=files.typed(data.get("teacher", False), bool, f"'teacher' of {where}"),
     )
 
 
