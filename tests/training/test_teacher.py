@@ -89,6 +89,29 @@ def test_constant_targets_do_not_divide_by_zero() -> None:
     assert float(relative(torch.zeros(4, 3), torch.zeros(4, 3))) == 0
 
 
+@pytest.mark.parametrize("shape", [(9,), (9, 5), (9, 4, 7), (9, 4, 3, 6), (9, 4, 3, 2, 2)])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_errors_do_not_depend_on_how_tensors_lie(shape: tuple[int, ...], last: bool, half: bool) -> None:
+    """The formula in float64, from a mean far from 0; in bf16 only the inputs are rounded, not the mean."""
+    torch.manual_seed(0)
+    given, wanted = torch.randn(shape) + 30, torch.randn(shape) + 30
+    if half:
+        given, wanted = given.bfloat16(), wanted.bfloat16()
+    exact, there = given.double(), wanted.double()
+    told = (exact - there).square().sum() / (there - there.mean(0)).square().sum()
+    if last and len(shape) == 4:
+        wanted = wanted.contiguous(memory_format=torch.channels_last)
+    given.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        found = relative(given, wanted)
+    assert float(found.detach()) == pytest.approx(float(told), rel=1e-4)
+    found.backward()
+    slope = 2 * (exact - there) / (there - there.mean(0)).square().sum()
+    assert given.grad is not None
+    assert torch.allclose(given.grad.double(), slope, rtol=1e-2 if half else 1e-4, atol=1e-6)
+
+
 def test_a_teacher_whose_layers_nobody_looks_at_folds_its_norms() -> None:
     """The same answers, with hooks on nothing: the loss is then by labels and outputs only."""
     torch.manual_seed(0)

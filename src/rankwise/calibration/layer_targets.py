@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rankwise.surgery.hooks import Seen, watching
 from rankwise.surgery.modules import mark_of
@@ -25,10 +26,18 @@ def replaced(small: nn.Module, original: nn.Module) -> list[str]:
 
 
 def relative(given: Tensor, wanted: Tensor) -> Tensor:
-    """‖y − y°‖² / Var(y°), summed over a batch."""
+    """‖y − y°‖² / Var(y°), summed over a batch.
+
+    Layers give as much as a network holds, so every pass over it counts: rows as they lie in memory, the mean as a
+    product, and one pass for the squares of differences.
+    """
     wanted = wanted.to(given.device, torch.float32)
-    spread = (wanted - wanted.mean(0)).square().sum().clamp_min(1e-6 * wanted.square().sum())
-    return (given.float() - wanted).square().sum() / spread.clamp_min(1e-30)
+    last = wanted.dim() == 4 and wanted.is_contiguous(memory_format=torch.channels_last)
+    y, there = ((x.permute(0, 2, 3, 1) if last else x).reshape(len(x), -1) for x in (given.float(), wanted))
+    with torch.no_grad(), torch.autocast(there.device.type, enabled=False):  # the mean is not rounded to bf16
+        mean = there.new_ones(len(there)) @ there / len(there)
+        spread = (there - mean).square_().sum().clamp_min(1e-6 * len(there) * mean.square().sum())
+    return F.mse_loss(y, there, reduction="sum") / spread.clamp_min(1e-30)
 
 
 @contextmanager
