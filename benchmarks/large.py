@@ -1,24 +1,28 @@
 """A random Llama of a given shape, block by block: CPU seconds, time and memory from a folder to a folder.
 
     python benchmarks/large.py FOLDER --text FILE --tokenizer DIR [--shape tinyllama|7b] [--layers N] [--windows N]
-        [--length N] [--keep K]
+        [--length N] [--keep K] [--kill-after S]
 
 Writes the network (bfloat16, several files) to FOLDER/net, if it is not there, and runs `rankwise compress --blocks` in
 a process of its own. With fewer layers than the shape has, seconds of a block and of the rest are told apart by when
 the parts of the table were written, and all layers are extrapolated. Weights are random: what this measures is the
 cost, not the quality. DIR has the tokenizer, of at most 32,000 tokens. Memory is the peak of the process: all of it,
-and of that what is not pages of mapped files, which the system may forget.
+and of that what is not pages of mapped files, which the system may forget. With --kill-after the process is killed
+(kill -9) once it has taken S CPU seconds, and the same command is run again: what is said of both is their sum.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -99,6 +103,7 @@ def main() -> None:
     parser.add_argument("--windows", default="16")
     parser.add_argument("--length", default="128")
     parser.add_argument("--keep", default="0.8")
+    parser.add_argument("--kill-after", type=float, default=math.inf, metavar="S")
     args = parser.parse_args()
     layers = args.layers or SHAPES[args.shape]["num_hidden_layers"]
     net, out = args.folder / "net", args.folder / "out"
@@ -108,28 +113,52 @@ def main() -> None:
     say(f"{args.shape}, {layers} layers, {size / 1e9:.2f} GB; {machine()}")
     command = [sys.executable, "-m", "rankwise", "compress", f"hf:{net}", "--blocks", "--keep", args.keep]
     command += ["--data", f"text:{args.text}", "--calibrate", args.windows, "--input", args.length]
-    run([*command, "--out", str(out), "--no-report"], out, layers, SHAPES[args.shape]["num_hidden_layers"])
+    watch = Watch(out.with_name(f"{out.name}.blocks"))
+    status = watch.run([*command, "--out", str(out), "--no-report"], args.kill_after)
+    if status == -signal.SIGKILL:
+        say(f"killed after {watch.spent:.0f} CPU s, with {len(watch.seen)} parts done; the same command again:")
+        status = watch.run([*command, "--out", str(out), "--no-report"])
+    watch.tell(status, layers, SHAPES[args.shape]["num_hidden_layers"])
 
 
-def run(command: list[str], out: Path, layers: int, every: int) -> None:
-    begin, peak, seen = time.time(), {"VmRSS": 0.0, "RssAnon": 0.0}, {}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        spent = 0.0
-        while process.poll() is None:
-            for key, value in memory(process.pid).items():
-                peak[key] = max(peak[key], value)
-            spent = max(spent, seconds(process.pid)) if process.poll() is None else spent
-            for path in out.with_name(f"{out.name}.blocks").rglob("*.safetensors"):
-                if path.name.startswith(("table-", "pairs-", "given-", "ours-")) and path.stem not in seen:
-                    seen[path.stem] = spent
-            time.sleep(0.2)
-    say(f"exit status {process.returncode}, {time.time() - begin:.0f} s, {spent:.0f} CPU s")
-    say(f"peak of memory {peak['VmRSS']:.2f} GiB, without mapped files {peak['RssAnon']:.2f} GiB")
-    planned, built = (sorted(t for name, t in seen.items() if name.startswith(p)) for p in ("table-block", "pairs-"))
-    ran = sorted(t for name, t in seen.items() if name.startswith("given-"))
-    each = [times[-1] - times[0] for times in (ran, planned, built)]
-    block = sum(e / max(1, len(t) - 1) for e, t in zip(each, (ran, planned, built), strict=True))
-    say(f"a block takes {block:.1f} CPU s; with {every} of them {spent + (every - layers) * block:.0f} CPU s in all")
+@dataclass
+class Watch:
+    """What a job takes, looked up five times a second; and after how many CPU seconds each part was `seen` on disk."""
+
+    folder: Path
+    begin: float = field(default_factory=time.time)
+    spent: float = 0.0
+    peak: dict[str, float] = field(default_factory=lambda: {"VmRSS": 0.0, "RssAnon": 0.0})
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def run(self, command: list[str], kill_after: float = math.inf) -> int:
+        before = self.spent
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None:
+                self.look(process.pid, before)
+                if self.spent - before > kill_after:
+                    process.kill()
+                time.sleep(0.2)
+        return process.returncode
+
+    def look(self, pid: int, before: float) -> None:
+        try:
+            self.spent = max(self.spent, before + seconds(pid))
+        except OSError:
+            return  # it has just ended
+        for key, value in memory(pid).items():
+            self.peak[key] = max(self.peak[key], value)
+        for path in self.folder.rglob("*.safetensors"):
+            if path.name.startswith(("table-", "pairs-", "given-", "ours-")):
+                self.seen.setdefault(path.stem, self.spent)
+
+    def tell(self, status: int, layers: int, every: int) -> None:
+        say(f"exit status {status}, {time.time() - self.begin:.0f} s, {self.spent:.0f} CPU s")
+        say(f"peak of memory {self.peak['VmRSS']:.2f} GiB, without mapped files {self.peak['RssAnon']:.2f} GiB")
+        starts = ("given-", "table-block", "pairs-")
+        kinds = [[t for name, t in self.seen.items() if name.startswith(start)] for start in starts]
+        block = sum((max(times) - min(times)) / max(1, len(times) - 1) for times in kinds if times)
+        say(f"a block takes {block:.1f} CPU s; with {every} of them {self.spent + (every - layers) * block:.0f} CPU s")
 
 
 if __name__ == "__main__":
