@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -178,8 +179,14 @@ class Fitted:
     encoder: Tensor  # (G, k, r, columns of a slice)
     roots: tuple[Tensor, ...]  # for each group: Cholesky factor of the features' second moments, rank by rank
     cross: tuple[Tensor, ...]  # for each group: (outputs, features)
-    errors: Array  # by rank, E ‖S (W − Ŵ) x‖²
     rows: int  # of a slice: filters of a group times the decoder's taps
+    given: tuple[tuple[Tensor, Tensor | None, Tensor], ...]  # for each group: weight, S, blocks of M
+
+    @cached_property
+    def errors(self) -> Array:
+        """By rank, E ‖S (W − Ŵ) x‖². Whoever wants factors alone does not wait for them."""
+        rank, found = self.encoder.shape[2], zip(self.given, self.roots, self.cross, strict=True)
+        return sum((_errors(*given, (root, cross), rank) for given, root, cross in found), start=np.zeros(1))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """U (G, k, rows, j) and V (G, k, j, columns), as `decompose.factors` gives them."""
@@ -196,17 +203,16 @@ class Fitted:
 
 def fit(target: Target, option: Option, most: int | None = None) -> Fitted:
     """All ranks at once, or those up to `most`, by `target.moment` (G, d, d) and `target.metric` S (G, f/G, f/G)."""
-    found, roots, crosses = [], [], []
-    errors = np.zeros(1)
+    found, roots, crosses, given = [], [], [], []
     for matrices, rows, blocks, scale in groups_of(target, option):
         encoder = encoders(matrices, scale, blocks)[:, :most]
         root, cross = features(rows, encoder, blocks)
-        errors = errors + _errors(rows, scale, blocks, (root, cross), encoder.shape[1])
         found.append(encoder)
         roots.append(root)
         crosses.append(cross)
+        given.append((rows, scale, blocks))
     rows_of_slice = target.layer.group_filters * taps(target.layer, option.fold)[0]
-    return Fitted(torch.stack(found), tuple(roots), tuple(crosses), errors, rows_of_slice)
+    return Fitted(torch.stack(found), tuple(roots), tuple(crosses), rows_of_slice, tuple(given))
 
 
 def groups_of(target: Target, option: Option) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
