@@ -15,12 +15,11 @@ import time
 import psutil
 from common import machine, say
 
-from rankwise.core import files
-from rankwise.studies import workers
+from rankwise.core import files, workers
+from rankwise.core.workers import Job
 from rankwise.studies.cell import row_path
 from rankwise.studies.study import Cell
 from rankwise.studies.study_file import make_study
-from rankwise.studies.workers import StudyJob
 from rankwise.training.results import write_row
 
 
@@ -54,23 +53,23 @@ def main() -> None:
     study = make_study({**grid, "network": [{"model": "resnet20", "data": "digits"}]}, "fake", "fake.toml")
     start = time.perf_counter()
     cells = study.cells()
-    jobs = [StudyJob(cell.name, fake, ()) for cell in cells]
+    jobs = [Job(cell.name, fake, ()) for cell in cells]
     say(f"{len(jobs):,} cells listed and named in {time.perf_counter() - start:.1f} s; {machine()}")
     with tempfile.TemporaryDirectory() as out:
         start = time.perf_counter()
         make = workers.Ray("local", args.workers) if args.engine == "ray" else workers.Pool(args.workers)
         with make as engine:
-            warm = [StudyJob(f"warm{i}", time.sleep, (0.5,)) for i in range(2 * args.workers)]
+            warm = [Job(f"warm{i}", time.sleep, (0.5,)) for i in range(2 * args.workers)]
             workers.run(warm, engine, lambda job, error: None)
             say(f"{args.engine} started with {args.workers} workers in {time.perf_counter() - start:.1f} s")
-            jobs = [StudyJob(cell.name, fake, (cell, out, args.work)) for cell in cells]
+            jobs = [Job(cell.name, fake, (cell, out, args.work)) for cell in cells]
             measure(jobs, cells, out, engine, args.workers)
 
 
-def measure(jobs: list[StudyJob], cells: list[Cell], out: str, engine: workers.Workers, workers: int) -> None:
+def measure(jobs: list[Job], cells: list[Cell], out: str, engine: workers.Workers, workers: int) -> None:
     driver, done, wrong = psutil.Process(), 0, 0
 
-    def told(job: StudyJob, error: str | None) -> None:
+    def told(job: Job, error: str | None) -> None:
         nonlocal done, wrong
         done, wrong = done + 1, wrong + (error is not None)
         if done % (len(jobs) // 5) == 0 or done == 500:

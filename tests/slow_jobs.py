@@ -11,8 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from rankwise.core import files
-from rankwise.studies import workers
+from rankwise.core import files, workers
 
 
 def slow(folder: str, name: str, seconds: float) -> None:
@@ -47,7 +46,7 @@ def missing(folder: str, count: int) -> list[str]:
 
 
 def main(engine: str, folder: str, count: int, seconds: float) -> int:
-    jobs = [workers.StudyJob(name, slow, (folder, name, seconds)) for name in missing(folder, count)]
+    jobs = [workers.Job(name, slow, (folder, name, seconds)) for name in missing(folder, count)]
     make = {"here": workers.Here, "pool": lambda: workers.Pool(2), "ray": lambda: workers.Ray("local", 2)}[engine]
     try:
         with make() as place:  # type: ignore[operator]

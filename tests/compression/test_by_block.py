@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from rankwise.calibration.blocks import Blocks
 from rankwise.calibration.inputs import CALIBRATION, Inputs
 from rankwise.calibration.output_metric import influences
 from rankwise.calibration.shelf import Shelf
-from rankwise.compression import BlockCompression, Compression, Request
+from rankwise.compression import BlockCompression, Compression, Request, block_layers
+from rankwise.core import workers
 from rankwise.models.mapped import open_mapped
 
 BUDGET = rw.Budget(params=0.8)
@@ -129,6 +131,33 @@ def test_a_killed_job_goes_on_where_it_was(writes: int, tmp_path: Path, monkeypa
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_any_number_of_workers_gives_the_same_network(family: str, tmp_path: Path) -> None:
+    """Layers measured here, by one process and by three: one plan, one network, and nothing of theirs left behind."""
+    model = tiny.FAMILIES[family]()
+    found = []
+    for count in (0, 1, 3):
+        place, make = tmp_path / str(count), partial(workers.Pool, count) if count else None
+        one = BlockCompression(model, texts()[0], Request(), texts(), None, place, make)
+        found.append(one.run(BUDGET))
+        assert not [path for path in place.rglob("*") if path.name.startswith(("seen-", "layer-"))]
+    for small, plan in found[1:]:
+        assert plan == found[0][1]
+        ours, theirs = small.state_dict(), found[0][0].state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_goes_wrong_in_a_worker_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: object) -> None:
+        raise rw.RankwiseError("the disk is full")
+
+    monkeypatch.setattr(block_layers, "measure_apart", broken)
+    one = BlockCompression(tiny.llama(), texts()[0], Request(), texts(), None, tmp_path, workers.Here)
+    with pytest.raises(rw.RankwiseError, match=r"layer model.layers.1.self_attn.\w+: the disk is full"):
+        one.run(BUDGET)
+
+
 def test_weights_stay_in_their_files_until_they_are_used(tmp_path: Path) -> None:
     network = tiny.llama().to(torch.bfloat16)
     folder = tiny.folder(tmp_path / "net", network, max_shard_size="20KB")
@@ -149,7 +178,7 @@ def test_the_command_takes_a_folder_block_by_block(tmp_path: Path, capsys: pytes
     text.write_text("\n".join(tiny.SENTENCE * 3 for _ in range(60)))
     asked = ["compress", f"hf:{folder}", "--keep", "0.8", "--data", f"text:{text}", "--out", str(out), "--json"]
     more = ["--input", "16", "--calibrate", "24", "--no-report"]
-    assert main([*asked, *more, "--blocks"]) == 0
+    assert main([*asked, *more, "--blocks", "--workers", "2"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert plan["settings"]["slices"] == 1
     assert not (tmp_path / "out.blocks").exists()
@@ -160,6 +189,8 @@ def test_the_command_takes_a_folder_block_by_block(tmp_path: Path, capsys: pytes
         (["--recover", "10"], "--recover trains the whole network"),
         (["--method", "svd"], "only method auto"),
         (["--max-drop", "5%"], "--blocks takes"),
+        (["--workers", "0"], "give 1 or more"),
+        (["--workers", "2", "--no-blocks"], "taken whole: add --blocks"),
     ):
         budget = [] if "--max-drop" in refused else ["--keep", "0.8"]
         ask = ["compress", f"hf:{folder}", *budget, "--data", f"text:{text}", "--out", str(tmp_path / "no"), "--blocks"]

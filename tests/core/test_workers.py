@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 import slow_jobs
+from rankwise.core import workers
+from rankwise.core.workers import Job
 from rankwise.errors import RankwiseError
-from rankwise.studies import runner, workers
+from rankwise.studies import runner
 from rankwise.studies.study import fill_in
 from rankwise.studies.study_file import make_study
-from rankwise.studies.workers import StudyJob
 from rankwise.training import results
 
 HERE = Path(__file__).resolve().parents[1]
@@ -58,11 +59,11 @@ def test_every_job_once_in_order_and_with_its_error(kind: str, request: Any, tmp
     folder = str(tmp_path)
     engine = engine_of(kind, request)
     jobs = [
-        StudyJob("first", slow_jobs.slow, (folder, "first", 0.0)),
-        *(StudyJob(f"job{i}", slow_jobs.slow, (folder, f"job{i}", 0.0), after="first") for i in range(8)),
-        StudyJob("bad", slow_jobs.broken, (folder,)),
-        StudyJob("after bad", slow_jobs.slow, (folder, "never", 0.0), after="bad"),
-        StudyJob("after that", slow_jobs.slow, (folder, "never", 0.0), after="after bad"),
+        Job("first", slow_jobs.slow, (folder, "first", 0.0)),
+        *(Job(f"job{i}", slow_jobs.slow, (folder, f"job{i}", 0.0), after="first") for i in range(8)),
+        Job("bad", slow_jobs.broken, (folder,)),
+        Job("after bad", slow_jobs.slow, (folder, "never", 0.0), after="bad"),
+        Job("after that", slow_jobs.slow, (folder, "never", 0.0), after="after bad"),
     ]
     told: list[tuple[str, str | None]] = []
     workers.run(jobs, engine, lambda job, error: told.append((job.name, error)))
@@ -82,11 +83,11 @@ def test_a_killed_worker_loses_only_what_was_in_flight(kind: str, request: Any, 
     folder = str(tmp_path)
     told: list[tuple[str, str | None]] = []
 
-    def tell(job: StudyJob, error: str | None) -> None:
+    def tell(job: Job, error: str | None) -> None:
         told.append((job.name, error))
 
-    jobs = [StudyJob(f"job{i}", slow_jobs.slow, (folder, f"job{i}", 0.02)) for i in range(12)]
-    jobs.insert(4, StudyJob("dies", slow_jobs.deadly, (folder, "dies", 1)))
+    jobs = [Job(f"job{i}", slow_jobs.slow, (folder, f"job{i}", 0.02)) for i in range(12)]
+    jobs.insert(4, Job("dies", slow_jobs.deadly, (folder, "dies", 1)))
     workers.run(jobs, engine_of(kind, request), tell)
     assert dict(told) == dict.fromkeys([job.name for job in jobs])
     assert len(told) == len(jobs)
@@ -101,7 +102,7 @@ def test_a_job_that_always_kills_its_worker_is_given_up(
     monkeypatch.setattr(workers, "RETRIES", 1)
     folder = str(tmp_path)
     told: dict[str, str | None] = {}
-    jobs = [StudyJob("dies", slow_jobs.deadly, (folder, "dies", 99))]
+    jobs = [Job("dies", slow_jobs.deadly, (folder, "dies", 99))]
     workers.run(jobs, engine_of(kind, request), lambda job, error: told.update({job.name: error}))
     assert {"pool": "its process died 2 times", "ray": "Ray lost it: WorkerCrashedError"}[kind] in str(told["dies"])
     assert (tmp_path / "dies.deaths").read_text() == "x" * (workers.RETRIES + 1)
@@ -150,7 +151,7 @@ def test_a_study_on_ray(ray_engine: Any, tmp_path: Path) -> None:
 
 def test_what_this_machine_does_not_have_is_not_waited_for(ray_engine: Any) -> None:
     with pytest.raises(RankwiseError, match="asks for 1 CPUs and 1000 GPUs"):
-        workers.run([StudyJob("large", time.sleep, (0,), gpus=1000)], ray_engine, lambda job, error: None)
+        workers.run([Job("large", time.sleep, (0,), gpus=1000)], ray_engine, lambda job, error: None)
 
 
 def test_an_address_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from rankwise.__main__ import main
+from rankwise.core import workers
 from rankwise.planning.plan import Plan
 from rankwise.reports.curves import panels
 from rankwise.studies import cell as cells
-from rankwise.studies import runner, workers
+from rankwise.studies import runner
 from rankwise.studies.study import Study, fill_in
 from rankwise.studies.study_file import make_study
 from rankwise.training import results

@@ -22,10 +22,10 @@ import pytest
 import rankwise as rw
 from rankwise.__main__ import main
 from rankwise.cli.flags import reserved
-from rankwise.core import disk
+from rankwise.core import disk, workers
 from rankwise.planning.plan import Plan
 from rankwise.studies import cell as cells
-from rankwise.studies import runner, workers
+from rankwise.studies import runner
 from rankwise.studies.study import fill_in
 from rankwise.studies.study_file import make_study
 from rankwise.surgery.checkpoint import read_plan
@@ -325,7 +325,7 @@ def run_out_of_memory() -> None:
     init = ray.init
     ray.init = lambda **given: init(**given, _system_config=low)
     with workers.Ray("local", 1) as engine:
-        workers.run([workers.StudyJob("a", time.sleep, (600,))], engine, lambda job, error: print("ENDED", error))
+        workers.run([workers.Job("a", time.sleep, (600,))], engine, lambda job, error: print("ENDED", error))
 
 
 @pytest.mark.trust

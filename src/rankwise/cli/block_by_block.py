@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from rankwise.cli import flags, output
 from rankwise.compression import BlockCompression, Compression, Request
+from rankwise.compression.block_layers import MakeWorkers
+from rankwise.core.workers import Pool, Ray
 from rankwise.errors import RankwiseError
 from rankwise.models.inputs import example_for
 from rankwise.models.mapped import is_large, open_mapped
@@ -38,7 +41,20 @@ def folder_for(out: Path | None, apart: bool) -> Path | None:
     return (out or Path(f"dry-run-{os.getpid()}")) if apart else None
 
 
-def job_for(model: str, request: Request, data: str | None, opened: Opened) -> Compression:
+def workers_for(workers: int | None, ray: str | None, apart: bool) -> MakeWorkers | None:
+    """Where the layers of a block are measured: in this process unless something else was asked for."""
+    flags.check_workers(workers)
+    if workers is None and ray is None:
+        return None
+    if not apart:
+        raise RankwiseError(
+            "--workers and --ray measure the layers of a block, and this network is taken whole: add --blocks, or "
+            "leave them out"
+        )
+    return partial(Pool, workers or 1) if ray is None else partial(Ray, ray, workers)
+
+
+def job_for(model: str, request: Request, data: str | None, opened: Opened, workers: MakeWorkers | None) -> Compression:
     """The network, opened as the job needs it, and the job."""
     weights, shape, out = opened
     if out is None:
@@ -46,4 +62,4 @@ def job_for(model: str, request: Request, data: str | None, opened: Opened) -> C
         return Compression(network, example_for(model, shape, network), request, data, output.progress)
     network = open_mapped(model)
     place = out.with_name(f"{out.name}.blocks")
-    return BlockCompression(network, example_for(model, shape, network), request, data, output.progress, place)
+    return BlockCompression(network, example_for(model, shape, network), request, data, output.progress, place, workers)

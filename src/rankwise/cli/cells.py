@@ -11,8 +11,8 @@ import torch
 from rich.table import Table as Grid
 
 from rankwise.cli import output
+from rankwise.core import workers as places
 from rankwise.studies import runner
-from rankwise.studies import workers as places
 from rankwise.studies.estimate import Estimate, estimate
 from rankwise.studies.study import Cell, Study
 

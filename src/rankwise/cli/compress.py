@@ -16,9 +16,11 @@ from rankwise.cli.options import (
     InputOpt,
     JsonOpt,
     ModelArg,
+    RayOpt,
     SplitOpt,
     TimingOpt,
     WeightsOpt,
+    WorkersOpt,
 )
 
 
@@ -101,6 +103,8 @@ def compress(
     ] = None,
     fuse: FuseOpt = None,
     blocks: BlocksOpt = None,
+    workers: WorkersOpt = None,
+    ray: RayOpt = None,
     input: InputOpt = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the random starts.")] = None,
     exclude: ExcludeOpt = None,
@@ -122,7 +126,7 @@ def compress(
     from rankwise.calibration.distill import read_effort
     from rankwise.cli import flags
     from rankwise.cli.asked import budget_for, check_out, limit_for, only_with_a_search
-    from rankwise.cli.block_by_block import folder_for, job_for, wants_blocks
+    from rankwise.cli.block_by_block import folder_for, job_for, wants_blocks, workers_for
     from rankwise.cli.outcome import Wanted, check_strict, compressed, interruptible, print_outcome
     from rankwise.cli.report import single_report, typed
     from rankwise.compression import Request
@@ -155,11 +159,12 @@ def compress(
     asked = budget_for(request, limit, keep, budget)
     target = check_out(model, out, dry_run, force)
     apart = wants_blocks(model, blocks, request, data, asked, weights is not None or max_drop is not None)
+    engine = workers_for(workers, ray, apart)
     random = flags.random_weights(model) if weights is None else ""
     flags.check_random(random, random_weights or target is None)
     with flags.reserved(target, force):
         with interruptible(target), output.progress("compress"):
-            job = job_for(model, request, data, (weights, input, folder_for(out, apart)))
+            job = job_for(model, request, data, (weights, input, folder_for(out, apart)), engine)
             if strict and made is None:
                 check_strict(job)
             done = compressed(job, asked, limit, Wanted(data, split, strict, dry_run, out))

@@ -153,3 +153,8 @@ def read_inputs(text: str) -> int | None:
     if not text.isdecimal() or not int(text):
         raise RankwiseError(f"--calibrate {text} is not possible: give 1 or more inputs (256), or leave the number out")
     return int(text)
+
+
+def check_workers(workers: int | None) -> None:
+    if workers is not None and workers < 1:
+        raise RankwiseError(f"--workers {workers} was given: give 1 or more")

@@ -53,3 +53,11 @@ BlocksOpt = Annotated[
         help="Block by block, on disk: for networks larger than memory; on for a hf:FOLDER above 1 GB.",
     ),
 ]
+WorkersOpt = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", help="Processes on this machine that work at the same time."),
+]
+RayOpt = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="auto|ADDRESS", help="Work on Ray: a running cluster, or one on this machine."),
+]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rankwise.cli import output
-from rankwise.cli.options import JsonOpt
+from rankwise.cli.options import JsonOpt, RayOpt, WorkersOpt
 from rankwise.errors import RankwiseError
 from rankwise.reports.curves import DELTAS
 from rankwise.reports.tables import tables
@@ -34,13 +34,8 @@ def run(
         list[str] | None,
         typer.Option("--only", metavar="PATTERN", help="Only methods whose label is like this, or cells; repeatable."),
     ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option("--ray", metavar="auto|ADDRESS", help="Run on Ray: a running cluster, or one on this machine."),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", help="Processes on this machine; its cores unless given.")
-    ] = None,
+    ray: RayOpt = None,
+    workers: WorkersOpt = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Another seed for the first repeat.")] = None,
     timing: Annotated[
         str | None,
@@ -53,12 +48,12 @@ def run(
 ) -> None:
     """Run the missing cells of a study; kill it at any moment and run it again."""
     from rankwise.cli.cells import engine, print_estimate, watched_run
+    from rankwise.cli.flags import check_workers
     from rankwise.studies.study import asks, fill_in
     from rankwise.studies.study_file import read_study
     from rankwise.timing.clock import read_timing
 
-    if workers is not None and workers < 1:
-        raise RankwiseError(f"--workers {workers} was given: give 1 or more")
+    check_workers(workers)
     chosen = read_study(study)
     chosen = chosen if seed is None else replace(chosen, seed=seed)
     if timing is not None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
@@ -25,20 +25,19 @@ from rankwise.calibration.activations import Data
 from rankwise.calibration.block_fit import Builder, Changes
 from rankwise.calibration.block_sweeps import Sweeps
 from rankwise.calibration.blocks import Blocks
-from rankwise.calibration.effect_table import add_layer, fittable, largest_for
+from rankwise.calibration.effect_table import fittable, largest_for
 from rankwise.calibration.influence import Half, Influence
 from rankwise.calibration.inputs import Inputs, find_inputs
 from rankwise.calibration.judge import with_change
 from rankwise.calibration.shelf import Shelf
-from rankwise.calibration.shrinkage import target_of_both
 from rankwise.compression.basis import Basis, Observations, Watch
+from rankwise.compression.block_layers import MakeWorkers, Measuring, SeenLayer, add_table
 from rankwise.compression.job import Compression
 from rankwise.compression.request import Request
 from rankwise.core.layer import LOOKUP, Coverage, Layer
-from rankwise.core.linalg import check_finite
 from rankwise.core.moments import Moments
-from rankwise.core.option import Option
-from rankwise.decompositions import FITTED, LOOKUPS, PLAIN, Target, of
+from rankwise.core.workers import Workers
+from rankwise.decompositions import FITTED, LOOKUPS, PLAIN
 from rankwise.errors import RankwiseError
 from rankwise.planning.budget import Budget
 from rankwise.planning.plan import Plan
@@ -55,6 +54,7 @@ SLICES = 1  # of a layer: nested factors are those of one slice
 class BlockCompression(Compression):
     """A `Compression` that runs a network block by block. `folder` is where it puts aside what is done.
 
+    `workers` measure the layers of a block at the same time (block_layers.py); without them this process does.
     `auto` only, with data, for budgets in params and macs, without recovery.
     """
 
@@ -68,10 +68,11 @@ class BlockCompression(Compression):
         data: Data | str | None,
         watch: Watch | None,
         folder: Path,
+        workers: MakeWorkers | None = None,
     ) -> None:
         changes = {**request.changes, "slices": SLICES}
         super().__init__(model, example, replace(request, changes=changes), data, watch)
-        self.folder = folder
+        self.folder, self.workers = folder, workers
         self._basis: Basis | None = None
         self._changes = Changes(None, None, None)
         _check(request, data)
@@ -109,8 +110,8 @@ class BlockCompression(Compression):
             settings = self.settings
             assert isinstance(settings, Settings), "auto decomposes"
             wanted = replace(settings, error="effect", decompositions=(*FITTED, PLAIN.name, *LOOKUPS))
-            with self.ground.stage("layers") as report:
-                maker = _TableMaker(self.model, self.coverage.with_embeddings(), wanted, self.sweeps)
+            with self.ground.stage("layers") as report, nullcontext() if not self.workers else self.workers() as engine:
+                maker = _TableMaker(self.model, self.coverage.with_embeddings(), wanted, self.sweeps, engine)
                 table, influence = maker.make(self.weights, report)
             self._basis = Basis(table, wanted, None, Observations({}, self.inputs, influence))
         return self._basis
@@ -156,9 +157,12 @@ def _check(request: Request, data: Data | str | None) -> None:
 class _TableMaker:
     """Effects of all layers, and their factors at the largest rank, block by block from the last one."""
 
-    def __init__(self, model: nn.Module, coverage: Coverage, settings: Settings, sweeps: Sweeps) -> None:
+    def __init__(
+        self, model: nn.Module, coverage: Coverage, settings: Settings, sweeps: Sweeps, workers: Workers | None
+    ) -> None:
         self.model, self.coverage, self.settings, self.sweeps = model, coverage, settings, sweeps
-        self.inputs, self.shelf = sweeps.inputs, sweeps.shelf
+        self.inputs, self.shelf, self.workers = sweeps.inputs, sweeps.shelf, workers
+        self.measuring = Measuring(self.shelf.folder, self.inputs.kind, settings)
 
     def make(self, weights: str, report: Progress | None) -> tuple[Table, dict[str, Influence]]:
         self.table = Table(self.coverage, {}, {}, weights)
@@ -191,12 +195,15 @@ class _TableMaker:
         if mine is None or not all(n in self.shelf for n in (pull, *_factors_of(mine))):
             some = replace(self.coverage, layers=tuple(layers), skipped=(), embeddings=())
             mine = Table(some, {}, {}, self.table.fingerprint)
-            for layer, one in found:
-                self._score(mine, layer, one)
+            every = (SeenLayer(la, self._weight(la), one) for la, one in found)
+            self.measuring.measure_all(mine, every, self.workers)
             mine.save(self.shelf.path(f"table-{name}"))
-        self.table.given.update(mine.given)
-        self.table.spectra.update(mine.spectra)
-        self.table.norms.update(mine.norms)
+        add_table(self.table, mine)
+
+    def _weight(self, layer: Layer) -> Tensor:
+        module: Any = self.model.get_submodule(layer.name)
+        weight: Tensor = module.weight
+        return weight.detach()
 
     def _kept(self, name: str, layers: list[Layer]) -> Table | None:
         """A table that lies on the shelf, which must be of these layers of this network."""
@@ -207,31 +214,6 @@ class _TableMaker:
         if found.fingerprint != self.table.fingerprint or sizes[0] != sizes[1]:
             raise self.shelf.damaged(name, "it is a table of other layers")
         return found
-
-    def _score(self, table: Table, layer: Layer, one: Influence) -> None:
-        module: Any = self.model.get_submodule(layer.name)
-        check_finite(module.weight, layer.name)
-        weight: Tensor = module.weight.detach().float()
-        add_layer(table, layer, weight, one, self.inputs, self.settings)
-        options = [option for name, option in dict.fromkeys([*table.spectra, *table.given]) if name == layer.name]
-        for option in options[:1]:
-            target = Target(layer, weight, tokens=one.tokens)
-            if layer.kind != LOOKUP and one.whole and one.count:
-                target = target_of_both(layer, weight, one)
-            self._keep(layer, option, target, one, module.weight.dtype)
-
-    def _keep(self, layer: Layer, option: Option, target: Target, one: Influence, dtype: torch.dtype) -> None:
-        """Factors at the largest rank that is smaller than the layer, in the precision of its weight."""
-        params, macs = of(option).costs(layer, option)
-        most = [int(params.searchsorted(layer.params)) - 1]
-        if macs is not None and layer.macs:
-            most.append(int(macs.searchsorted(layer.macs)) - 1)
-        rank = min(max(1, *most), of(option).full_rank(layer, option))
-        found = of(option).factors(target, option, rank).weights
-        kept = {name: parts[0].to(dtype) for name, parts in found.items()}
-        if layer.bias and one.centred and layer.kind != LOOKUP and one.whole:
-            kept["mean"] = sum(one.means, start=torch.zeros(()))[0].float() / 2
-        self.shelf.put(f"factors-{layer.name}", kept)
 
     def _stub(self, layer: Layer) -> Influence:
         """As much of an influence as plans ask for: whether a layer was reached, and the unit of effects."""

@@ -26,7 +26,7 @@ RETRIES = 3  # how often a job is tried again after its process died
 
 
 @dataclass(frozen=True)
-class StudyJob:
+class Job:
     """`work(*given)` in some process, once the job called `after` has ended well. `work` is a function of a module."""
 
     name: str
@@ -37,7 +37,7 @@ class StudyJob:
     gpus: float = 0
 
 
-Told = Callable[[StudyJob, str | None], None]  # a job that ended, and what went wrong
+Told = Callable[[Job, str | None], None]  # a job that ended, and what went wrong
 
 
 class Workers(Protocol):
@@ -45,20 +45,20 @@ class Workers(Protocol):
 
     window: int
 
-    def start(self, job: StudyJob) -> Any: ...
+    def start(self, job: Job) -> Any: ...
 
     def wait(self, handles: list[Any]) -> list[tuple[Any, str | None]]:
         """At least one handle that has ended, each with None or what went wrong."""
         ...
 
 
-def run(jobs: Iterable[StudyJob], engine: Workers, told: Told) -> None:
+def run(jobs: Iterable[Job], engine: Workers, told: Told) -> None:
     """Run every job once; those that come after a failed one are not run, and fail with its error."""
-    ready: deque[StudyJob] = deque()
-    later: dict[str, list[StudyJob]] = {}
+    ready: deque[Job] = deque()
+    later: dict[str, list[Job]] = {}
     for job in jobs:
         ready.append(job) if job.after is None else later.setdefault(job.after, []).append(job)
-    running: dict[Any, StudyJob] = {}
+    running: dict[Any, Job] = {}
     while ready or running:
         while ready and len(running) < engine.window:
             job = ready.popleft()
@@ -73,7 +73,7 @@ def run(jobs: Iterable[StudyJob], engine: Workers, told: Told) -> None:
     assert not later, "every job comes after one of the jobs"
 
 
-def _give_up(job: StudyJob, error: str, later: dict[str, list[StudyJob]], told: Told) -> None:
+def _give_up(job: Job, error: str, later: dict[str, list[Job]], told: Told) -> None:
     for other in later.pop(job.name, ()):
         told(other, f"{job.name} failed before it: {error}")
         _give_up(other, error, later, told)
@@ -93,7 +93,7 @@ class Here:
 
     window = 1
 
-    def start(self, job: StudyJob) -> tuple[str, str | None]:
+    def start(self, job: Job) -> tuple[str, str | None]:
         return job.name, attempt(job.work, job.given)
 
     def wait(self, handles: list[Any]) -> list[tuple[Any, str | None]]:
@@ -115,7 +115,7 @@ class Pool:
         self.others = set(multiprocessing.active_children())
         self.pool = self._pool()
         self.futures: dict[int, Future[str | None]] = {}
-        self.jobs: dict[int, tuple[StudyJob, int]] = {}  # and how often its process died
+        self.jobs: dict[int, tuple[Job, int]] = {}  # and how often its process died
         self.count = 0
 
     def _pool(self) -> ProcessPoolExecutor:
@@ -123,7 +123,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(self.workers, context, _begin, (self.threads, context.Value("i", 0)))
 
-    def start(self, job: StudyJob) -> int:
+    def start(self, job: Job) -> int:
         self.count += 1
         self.jobs[self.count] = (job, 0)
         self._submit(self.count)
@@ -201,7 +201,7 @@ class Ray:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # A task that Ray ends because memory runs low would be tried again for ever.
         os.environ.setdefault("RAY_task_oom_retries", str(RETRIES))
-        self.ray = need("ray", extra="ray", purpose="running a study on Ray")
+        self.ray = need("ray", extra="ray", purpose="running on Ray")
         options: dict[str, Any] = {"log_to_driver": False, "ignore_reinit_error": True, "logging_level": "ERROR"}
         here = {"num_cpus": workers, "include_dashboard": False}
         try:
@@ -217,12 +217,12 @@ class Ray:
         self.window = max(64, 4 * int(self.has.get("CPU", 1)))
         self.task = self.ray.remote(_task)
 
-    def start(self, job: StudyJob) -> Any:
+    def start(self, job: Job) -> Any:
         cpus, gpus = self.has.get("CPU", 0), self.has.get("GPU", 0)
         if self.local and (job.cpus > cpus or job.gpus > gpus):  # a cluster may grow, and Ray waits for that
             raise RankwiseError(
-                f"a cell asks for {job.cpus:g} CPUs and {job.gpus:g} GPUs, and Ray has {cpus:g} and {gpus:g} here: "
-                f"give the address of a cluster, or lower cpus and gpus in the study"
+                f"a job asks for {job.cpus:g} CPUs and {job.gpus:g} GPUs, and Ray has {cpus:g} and {gpus:g} here: "
+                f"give the address of a cluster, or lower cpus and gpus of the study"
             )
         fits = self.task.options(num_cpus=job.cpus, num_gpus=job.gpus, max_retries=RETRIES)
         return fits.remote(job.work, job.given, job.cpus)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.core import files
+from rankwise.core.workers import Job, Workers, run
 from rankwise.errors import RankwiseError
 from rankwise.studies.cell import row_path, run_cell, write_failure
 from rankwise.studies.reference import prepare, reference_key
 from rankwise.studies.store import digest
 from rankwise.studies.study import Cell, Study
-from rankwise.studies.workers import StudyJob, Workers, run
 from rankwise.training.results import parse_row
 
 Say = Callable[[dict[str, Any], int, int], None]  # a row that was written, cells done, cells in all
@@ -72,7 +72,7 @@ def run_study(
         return outcome
     by_name = {cell.name: cell for cell in missing}
 
-    def told(job: StudyJob, error: str | None) -> None:
+    def told(job: Job, error: str | None) -> None:
         cell = by_name.get(job.name)
         if cell is not None:
             _record(cell, folder, error, outcome, say, len(cells))
@@ -98,18 +98,18 @@ def reference_of(cell: Cell) -> str:
     return "reference " + digest(reference_key(cell))
 
 
-def jobs_for(cells: Iterable[Cell], out: Path) -> list[StudyJob]:
+def jobs_for(cells: Iterable[Cell], out: Path) -> list[Job]:
     """References first, then the cells that need them; a round comes after the round before it."""
-    jobs: dict[str, StudyJob] = {}
+    jobs: dict[str, Job] = {}
     chains: dict[str, str] = {}
     folder = str(out.resolve())  # workers of a cluster have another working directory
     for cell in cells:
         cpus, gpus = cell.network.cpus, cell.network.gpus
         after = reference_of(cell)
-        jobs.setdefault(after, StudyJob(after, prepare, (cell, folder), None, cpus, gpus))
+        jobs.setdefault(after, Job(after, prepare, (cell, folder), None, cpus, gpus))
         if cell.round:
             chain = digest([after, cell.entry.label, cell.share])
             after = chains.get(chain, after)
             chains[chain] = cell.name
-        jobs[cell.name] = StudyJob(cell.name, run_cell, (cell, folder), after, cpus, gpus)
+        jobs[cell.name] = Job(cell.name, run_cell, (cell, folder), after, cpus, gpus)
     return list(jobs.values())
