@@ -1,14 +1,14 @@
 """A random Llama of a given shape, block by block: CPU seconds, time and memory from a folder to a folder.
 
     python benchmarks/large.py FOLDER --text FILE --tokenizer DIR [--shape tinyllama|7b] [--layers N] [--windows N]
-        [--length N] [--keep K] [--kill-after S]
+        [--length N] [--keep K] [--workers N] [--kill-after S]
 
 Writes the network (bfloat16, several files) to FOLDER/net, if it is not there, and runs `rankwise compress --blocks` in
 a process of its own. With fewer layers than the shape has, seconds of a block and of the rest are told apart by when
 the parts of the table were written, and all layers are extrapolated. Weights are random: what this measures is the
-cost, not the quality. DIR has the tokenizer, of at most 32,000 tokens. Memory is the peak of the process: all of it,
-and of that what is not pages of mapped files, which the system may forget. With --kill-after the process is killed
-(kill -9) once it has taken S CPU seconds, and the same command is run again: what is said of both is their sum.
+cost, not the quality. DIR has the tokenizer, of at most 32,000 tokens. Memory is the peak of all processes of the job:
+all of it, and of that what is not pages of mapped files, which the system may forget. With --kill-after the process is
+killed (kill -9) once it has taken S CPU seconds, and the same command is run again: what is said of both is their sum.
 """
 
 from __future__ import annotations
@@ -77,20 +77,23 @@ def make(folder: Path, shape: str, layers: int, tokenizer: Path) -> None:
             shutil.copy(tokenizer / name, folder / name)
 
 
-def memory(pid: int) -> dict[str, float]:
-    """GiB in memory now, by kind."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    found = dict(line.split(":", 1) for line in lines if ":" in line)
-    return {key: int(found[key].split()[0]) / 2**20 for key in ("VmRSS", "RssAnon") if key in found}
+def processes(pid: int) -> list[Path]:
+    """A process and those that it started, in /proc."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [Path(f"/proc/{pid}"), *(found for child in children for found in processes(int(child)))]
 
 
-def seconds(pid: int) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def memory(process: Path) -> dict[str, float]:
+    """GiB in memory now, by kind; pages that several processes share are shared out among them."""
+    lines = (process / "smaps_rollup").read_text().splitlines()[1:]
+    found = dict(line.split(":", 1) for line in lines)
+    return {key: int(found[key].split()[0]) / 2**20 for key in ("Pss", "Pss_Anon")}
+
+
+def seconds(process: Path) -> float:
+    """CPU seconds of a process so far, and of those that it started and that have ended."""
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -103,6 +106,7 @@ def main() -> None:
     parser.add_argument("--windows", default="16")
     parser.add_argument("--length", default="128")
     parser.add_argument("--keep", default="0.8")
+    parser.add_argument("--workers")
     parser.add_argument("--kill-after", type=float, default=math.inf, metavar="S")
     args = parser.parse_args()
     layers = args.layers or SHAPES[args.shape]["num_hidden_layers"]
@@ -113,6 +117,7 @@ def main() -> None:
     say(f"{args.shape}, {layers} layers, {size / 1e9:.2f} GB; {machine()}")
     command = [sys.executable, "-m", "rankwise", "compress", f"hf:{net}", "--blocks", "--keep", args.keep]
     command += ["--data", f"text:{args.text}", "--calibrate", args.windows, "--input", args.length]
+    command += ["--workers", args.workers] if args.workers else []
     watch = Watch(out.with_name(f"{out.name}.blocks"))
     status = watch.run([*command, "--out", str(out), "--no-report"], args.kill_after)
     if status == -signal.SIGKILL:
@@ -123,12 +128,12 @@ def main() -> None:
 
 @dataclass
 class Watch:
-    """What a job takes, looked up five times a second; and after how many CPU seconds each part was `seen` on disk."""
+    """What a job takes, looked up once a second; and after how many CPU seconds each part was `seen` on disk."""
 
     folder: Path
     begin: float = field(default_factory=time.time)
     spent: float = 0.0
-    peak: dict[str, float] = field(default_factory=lambda: {"VmRSS": 0.0, "RssAnon": 0.0})
+    peak: dict[str, float] = field(default_factory=lambda: {"Pss": 0.0, "Pss_Anon": 0.0})
     seen: dict[str, float] = field(default_factory=dict)
 
     def run(self, command: list[str], kill_after: float = math.inf) -> int:
@@ -138,23 +143,24 @@ class Watch:
                 self.look(process.pid, before)
                 if self.spent - before > kill_after:
                     process.kill()
-                time.sleep(0.2)
+                time.sleep(1)
         return process.returncode
 
     def look(self, pid: int, before: float) -> None:
         try:
-            self.spent = max(self.spent, before + seconds(pid))
+            every = processes(pid)
+            self.spent = max(self.spent, before + sum(map(seconds, every)))
+            found = [memory(process) for process in every]
         except OSError:
-            return  # it has just ended
-        for key, value in memory(pid).items():
-            self.peak[key] = max(self.peak[key], value)
+            return  # one has just ended
+        self.peak = {key: max(most, sum(one[key] for one in found)) for key, most in self.peak.items()}
         for path in self.folder.rglob("*.safetensors"):
             if path.name.startswith(("table-", "pairs-", "given-", "ours-")):
                 self.seen.setdefault(path.stem, self.spent)
 
     def tell(self, status: int, layers: int, every: int) -> None:
         say(f"exit status {status}, {time.time() - self.begin:.0f} s, {self.spent:.0f} CPU s")
-        say(f"peak of memory {self.peak['VmRSS']:.2f} GiB, without mapped files {self.peak['RssAnon']:.2f} GiB")
+        say(f"peak of memory {self.peak['Pss']:.2f} GiB, without mapped files {self.peak['Pss_Anon']:.2f} GiB")
         starts = ("given-", "table-block", "pairs-")
         kinds = [[t for name, t in self.seen.items() if name.startswith(start)] for start in starts]
         block = sum((max(times) - min(times)) / max(1, len(times) - 1) for times in kinds if times)
