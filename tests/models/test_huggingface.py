@@ -24,6 +24,7 @@ from rankwise.surgery.coverage import EXPERTS
 from rankwise.surgery.forward import run_example, tensors_of
 
 KEEP = {"mixtral": 0.93, "qwen_moe": 0.9}  # most of their weights are experts
+TOKENS = 200  # of a vocabulary that is worth decomposing
 
 
 def outputs(network: nn.Module, example: Any) -> list[Tensor]:
@@ -42,20 +43,36 @@ def same(one: nn.Module, other: nn.Module, example: Any) -> bool:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder of a family and what `compress` made of it: (spec, example, small network, plan, folder)."""
-    made: dict[str, Any] = {}
+    made: dict[tuple[str, str], Any] = {}
 
-    def make(family: str) -> Any:
-        if family not in made:
+    def make(family: str, method: str = "svd") -> Any:
+        if (family, method) not in made:
             place = tmp_path_factory.mktemp(family)
-            spec = f"hf:{tiny.folder(place / 'in', tiny.FAMILIES[family]())}"
+            random = tiny.FAMILIES[family]()
+            if method != "svd":  # some directions of the embedding hardly matter
+                random.get_input_embeddings().weight.data *= torch.logspace(0.5, -3, 32)
+            spec = f"hf:{tiny.folder(place / 'in', random)}"
             network = build(spec)
             example = example_of(network)
-            small, plan = rw.compress(network, example, "svd", KEEP.get(family, 0.8), name=spec)
+            data = None if method == "svd" else [drawn(example, seed) for seed in range(6)]
+            alone = "encoder.*" if data and family == "bert" else ()  # layers that hardly matter either
+            small, plan = rw.compress(
+                network, example, method, KEEP.get(family, 0.85), name=spec, data=data, exclude=alone
+            )
             rw.save(small, plan, place / "out")
-            made[family] = spec, example, small, plan, place / "out"
-        return made[family]
+            made[family, method] = spec, example, small, plan, place / "out"
+        return made[family, method]
 
     return make
+
+
+def drawn(example: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """A batch like the example with other tokens, small numbers more often than large ones."""
+    random = torch.Generator().manual_seed(seed)
+    batch = {name: value.expand(4, *value.shape[1:]).clone() for name, value in example.items()}
+    for name in batch.keys() & {"input_ids", "decoder_input_ids"}:
+        batch[name] = (TOKENS * torch.rand(batch[name].shape, generator=random).square()).long()
+    return batch
 
 
 def opened(family: str, folder: Path) -> Any:
@@ -69,19 +86,60 @@ def opened(family: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_family_goes_in_out_and_on(family: str, written: Any, tmp_path: Path) -> None:
+    go_on(family, written(family), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "mixtral", "qwen_moe"])
+def test_so_does_every_family_with_an_embedding_of_low_rank(
+    family: str, written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with it the head, where both are one weight."""
+    monkeypatch.setattr(tiny, "VOCABULARY", TOKENS)
+    found = written(family, "auto")
+    small, plan = found[2], found[3]
+    lookups = [choice.name for choice in plan.choices if choice.option.decomposition == "embedding"]
+    assert lookups
+    if family in ("llama", "gpt2"):
+        embedding, head = small.get_submodule(lookups[0]), small.get_output_embeddings()
+        assert head[-1].weight is embedding[0].weight
+    go_on(family, found, tmp_path)
+
+
+def go_on(family: str, found: Any, place: Path) -> None:
     """In → compress → from_pretrained → equal outputs → generate or encode → LoRA step → save again."""
-    _, example, small, plan, folder = written(family)
+    _, example, small, plan, folder = found
     network = opened(family, folder)
     assert plan.choices
     assert sum(p.numel() for p in network.parameters()) == plan.after.params
     assert same(network, small, example)
-    if network.can_generate():
-        longer = network.generate(example["input_ids"][:, :8], max_new_tokens=4, min_new_tokens=4, do_sample=False)
-        assert longer.shape[1] == (5 if family == "t5" else 12)
+    assert close(used(family, network, folder), used(family, small, folder))
     train_adapters(network, example)
-    network.save_pretrained(tmp_path / "again")
-    assert same(rw.load(tmp_path / "again"), network, example)
+    network.save_pretrained(place / "again")
+    for again in (opened(family, place / "again"), rw.load(place / "again")):
+        assert same(again, network, example)
+        assert sum(p.numel() for p in again.parameters()) == plan.after.params
+    assert close(used(family, again, folder), used(family, network, folder))
     assert not same(network, small, example)
+
+
+def used(family: str, network: Any, folder: Path) -> Tensor:
+    """What a network is for: tokens that it writes, or what it makes of a sentence or an image."""
+    images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    if family == "vit":
+        return network(pixel_values=images).logits.detach()
+    tokens = tiny.transformers.AutoTokenizer.from_pretrained(folder)([tiny.SENTENCE], return_tensors="pt")
+    tokens = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    if network.can_generate():
+        longer = network.generate(**tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        assert longer.shape[1] == 4 + (1 if family == "t5" else tokens["input_ids"].shape[1])
+        return longer
+    if family == "clip":
+        return network(**tokens, pixel_values=images).logits_per_image.detach()
+    return network(**tokens).last_hidden_state.detach()
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one.float(), other.float(), rtol=1e-4, atol=1e-5)
 
 
 def train_adapters(network: Any, example: Any) -> None:
@@ -95,6 +153,7 @@ def train_adapters(network: Any, example: Any) -> None:
     optimiser = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
     loss = sum(t.float().square().mean() for t in tensors_of(adapted(**example)) if t.requires_grad)
     loss.backward()
+    assert any(float(p.grad.norm()) > 0 for p in adapted.parameters() if p.grad is not None)
     optimiser.step()
     wanted = outputs(adapted, example)
     merged = adapted.merge_and_unload()
