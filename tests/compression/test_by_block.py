@@ -131,21 +131,37 @@ def test_a_killed_job_goes_on_where_it_was(writes: int, tmp_path: Path, monkeypa
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_any_number_of_workers_gives_the_same_network(family: str, tmp_path: Path) -> None:
-    """Layers measured here, by one process and by three: one plan, one network, and nothing of theirs left behind."""
-    model = tiny.FAMILIES[family]()
-    found = []
-    for count in (0, 1, 3):
-        place, make = tmp_path / str(count), partial(workers.Pool, count) if count else None
-        one = BlockCompression(model, texts()[0], Request(), texts(), None, place, make)
-        found.append(one.run(BUDGET))
-        assert not [path for path in place.rglob("*") if path.name.startswith(("seen-", "layer-"))]
-    for small, plan in found[1:]:
-        assert plan == found[0][1]
-        ours, theirs = small.state_dict(), found[0][0].state_dict()
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+@pytest.mark.parametrize(
+    ("family", "places"),
+    [
+        ("llama", [partial(workers.Pool, 1), partial(workers.Pool, 3)]),
+        ("gpt2", [partial(workers.Pool, 2)]),
+        ("llama", [partial(workers.Ray, "local", 2)]),
+    ],
+    ids=["llama", "gpt2", "ray"],
+)
+def test_layers_measured_by_any_workers_give_the_same_network(
+    family: str, places: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One plan, one network, and nothing of theirs left behind."""
+    if places[0].func is workers.Ray:
+        pytest.importorskip("ray")
+        monkeypatch.setenv("PYTHONPATH", str(Path(workers.__file__).parents[2]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in every worker: how sums are cut decides how they are rounded
+    try:
+        wanted, plan = job(tiny.FAMILIES[family](), tmp_path / "here").run(BUDGET)
+        for number, make in enumerate(places):
+            place = tmp_path / str(number)
+            apart = BlockCompression(tiny.FAMILIES[family](), texts()[0], Request(), texts(), None, place, make)
+            small, found = apart.run(BUDGET)
+            assert not [path for path in place.rglob("*") if path.name.startswith(("seen-", "layer-"))]
+            assert found == plan
+            ours, theirs = small.state_dict(), wanted.state_dict()
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_what_goes_wrong_in_a_worker_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
