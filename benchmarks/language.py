@@ -1,15 +1,16 @@
 """`auto` on a small Llama and on a sentence encoder, beside uniform SVD-LLM at the same number of parameters.
 
-    python benchmarks/language.py stories15m|minilm --networks DIR --text DIR [--keep K ...] [--recover EFFORT]
-        [--blocks] [--tokens N] [--held-out] [--threads N]
+    python benchmarks/language.py stories15m|gpt2|llama|minilm --networks DIR --text DIR [--keep K ...]
+        [--recover EFFORT] [--blocks] [--euclidean] [--tokens N] [--held-out] [--threads N]
 
-DIR of networks holds the Hugging Face folders stories15m and minilm, DIR of text tinystories-{calibration,test}.txt and
-stsb-en-{train,dev}.csv. stories15M is calibrated on 64 windows of 256 tokens and scored by perplexity on the first N
-tokens of the test text in windows of 256; MiniLM is calibrated on 256 sentences of the training pairs and scored by the
-Spearman correlation of cosines of mean-pooled states with the given scores on the dev pairs. With --held-out the scores
-are on text behind the calibration text instead, for choices between methods: nothing is chosen by the test text. Each
-row is one job from the model to the network, in CPU seconds of one thread. --blocks adds a row of the same network,
-taken block by block.
+DIR of networks holds the Hugging Face folders stories15m and minilm, and what small_language.py made (gpt2, llama); DIR
+of text tinystories-{calibration,test}.txt and stsb-en-{train,dev}.csv. A language model is calibrated on 64 windows of
+256 tokens and scored by perplexity on the first N tokens of the test text in windows of 256; MiniLM is calibrated on
+256 sentences of the training pairs and scored by the Spearman correlation of cosines of mean-pooled states with the
+given scores on the dev pairs. With --held-out the scores are on text behind the calibration text instead, for choices
+between methods: nothing is chosen by the test text. Each row is one job from the model to the network, in CPU seconds
+of one thread. --blocks adds a row of the same network, taken block by block. --euclidean adds one that minimises the
+change of logits as they are, instead of probabilities.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def run(model: nn.Module, batch: Any) -> Tensor:
     return found
 
 
-def stories15m(args: argparse.Namespace) -> Task:
-    folder = args.networks / "stories15m"
+def language_model(args: argparse.Namespace) -> Task:
+    folder = args.networks / args.network
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     model.config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -124,41 +125,70 @@ def pairs(path: Path) -> list[tuple[str, str, float]]:
         return [(one, other, float(score)) for one, other, score in csv.reader(file)]
 
 
-def main() -> None:
+TASKS = {**dict.fromkeys(("stories15m", "gpt2", "llama"), language_model), "minilm": minilm}
+
+
+class Euclidean(nn.Module):
+    """A language model whose answer is one number longer than its vocabulary: a zero, which no error can change.
+
+    So nothing takes what it gives for the logits of a vocabulary, and `auto` minimises ‖Δ logits‖².
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        return (F.pad(run(self.network, {"input_ids": input_ids}), (0, 1)),)
+
+
+def common_arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("network", choices=("stories15m", "minilm"))
+    parser.add_argument("network", choices=TASKS)
     parser.add_argument("--networks", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--keep", type=float, action="append")
-    parser.add_argument("--recover", default="0")
-    parser.add_argument("--blocks", action="store_true")
     parser.add_argument("--tokens", type=int, default=10_240)
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
+    return parser
+
+
+def main() -> None:
+    parser = common_arguments()
+    parser.add_argument("--keep", type=float, action="append")
+    parser.add_argument("--recover", default="0")
+    parser.add_argument("--blocks", action="store_true")
+    parser.add_argument("--euclidean", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    task = {"stories15m": stories15m, "minilm": minilm}[args.network](args)
+    task = TASKS[args.network](args)
     before = task.score(task.model)
     say(f"{task.said}, before: {before:.4f}; {machine()}\n")
     say("| keep | method | params | score | lost | ÷ SVD-LLM's | stated | measured | CPU s |")
     say("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for keep in args.keep or [0.9, 0.8]:
-        rows(task, before, keep, args.recover, args.blocks)
+        rows(task, before, keep, args)
 
 
-def rows(task: Task, before: float, keep: float, recover: str, blocks: bool) -> None:
+def rows(task: Task, before: float, keep: float, args: argparse.Namespace) -> None:
     start = time.process_time()
     total = sum(p.numel() for p in task.model.parameters())
     small: nn.Module = svd_llm(task.model, second_moments(task.model, task.data, run), int(keep * total))
     reference = show(task, before, keep, "SVD-LLM", small, time.process_time() - start)
-    for effort in dict.fromkeys(["0", recover]):
+    for effort in dict.fromkeys(["0", args.recover]):
         start = time.process_time()
         job = Compression(task.model, task.data[0], Request(recover=effort), task.data)
         small, plan = job.run(rw.Budget(params=keep))
         spent = time.process_time() - start
         name = "auto" if effort == "0" else f"auto, recover {effort}"
         show(task, before, keep, name, small, spent, reference, plan)
-    if blocks:
+    if args.euclidean:
+        start = time.process_time()
+        euclidean = Compression(Euclidean(task.model), task.data[0], Request(), task.data)
+        whole, plan = euclidean.run(rw.Budget(params=keep))
+        small = whole.get_submodule("network")
+        show(task, before, keep, "auto, Euclidean logits", small, time.process_time() - start, reference, plan)
+    if args.blocks:
         start = time.process_time()
         with TemporaryDirectory() as place:
             apart = BlockCompression(task.model, task.data[0], Request(), task.data, None, Path(place))

@@ -162,7 +162,7 @@ class _TableMaker:
     ) -> None:
         self.model, self.coverage, self.settings, self.sweeps = model, coverage, settings, sweeps
         self.inputs, self.shelf, self.workers = sweeps.inputs, sweeps.shelf, workers
-        self.measuring = Measuring(self.shelf.folder, self.inputs.kind, settings)
+        self.measuring = Measuring(self.shelf.folder.resolve(), self.inputs.kind, settings)
 
     def make(self, weights: str, report: Progress | None) -> tuple[Table, dict[str, Influence]]:
         self.table = Table(self.coverage, {}, {}, weights)
