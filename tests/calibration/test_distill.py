@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.__main__ import main
+from rankwise.calibration import distill
 from rankwise.calibration.distill import MOVE, Effort, moved, read_effort, recover, recover_, varied
 from rankwise.compression import Compression, Request
 from rankwise.data.splits import load
@@ -206,3 +207,35 @@ def test_command_line_for_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "o").exists()
     assert main([*told, "--recover", "1s"]) == 0
     assert "done" in capsys.readouterr().out
+
+
+def test_rates_are_tried_on_held_out_inputs_until_one_helps() -> None:
+    """A trial that makes things worse is undone, and the next one has a third of its rate; one that helps is kept."""
+    small = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        small.weight.fill_(1.0)
+    tried: list[Effort] = []
+
+    def work(effort: Effort) -> list[float]:
+        tried.append(effort)
+        with torch.no_grad():
+            small.weight.add_(1.0 if effort.rate > 2e-4 else -0.5)
+        return [0.0]
+
+    left = distill._with_rate(small, work, Effort(160, 80.0, rate=9e-4), lambda: float(small.weight))
+    assert [effort.rate for effort in tried] == pytest.approx([9e-4, 3e-4, 1e-4])
+    assert float(small.weight) == 0.5
+    assert left.rate == pytest.approx(1e-4)
+    assert left.steps == 160 - sum(effort.steps for effort in tried)
+    assert left.seconds == pytest.approx(80.0 - sum(effort.seconds or 0.0 for effort in tried))
+    tried.clear()
+    left = distill._with_rate(small, work, Effort(160, rate=1.0), lambda: float(small.weight))
+    assert float(small.weight) == 0.5, "nothing helped, so nothing was changed"
+    assert left.rate == pytest.approx(1 / 27)
+    assert left.seconds is None
+
+
+def test_large_images_come_in_small_batches() -> None:
+    assert distill._at_once(torch.zeros(200, 3, 32, 32)) == 128
+    assert distill._at_once(torch.zeros(2, 3, 512, 512)) == 32
+    assert distill._at_once(torch.zeros(200, 7)) == 128

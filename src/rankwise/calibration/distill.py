@@ -16,10 +16,12 @@ x = λ a + (1 − λ) b: whatever such a picture shows, the original network has
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,10 @@ RATE = 1e-3
 WARM = 10  # steps in which the rate rises: Adam's first steps are as large as all others, whatever the gradients say
 MANY = 10**6  # steps, where the clock decides
 MOVE = 8  # images move by up to this part of their sides
+PIXELS = 1 << 22  # entries of a batch of images: fewer large ones, so that there are as many steps
+SMALLEST = 32  # images of a batch
+TRIED, TRIALS = 8, 3  # rates are tried for this part of the effort each, so many of them
+LEAST_STEPS, LEAST_SECONDS = 80, 30.0  # below, no rate is tried
 
 Steps = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
@@ -59,6 +65,19 @@ class Effort:
     @property
     def none(self) -> bool:
         return not self.steps or self.seconds == 0
+
+    @property
+    def tries_rates(self) -> bool:
+        return self.steps >= LEAST_STEPS and (self.seconds is None or self.seconds >= LEAST_SECONDS)
+
+    def trial(self) -> Effort:
+        """The part of it that a rate is tried for."""
+        return replace(self, steps=self.steps // TRIED, seconds=None if self.seconds is None else self.seconds / TRIED)
+
+    def without(self, other: Effort) -> Effort:
+        """What is left after another one."""
+        seconds = None if self.seconds is None or other.seconds is None else self.seconds - other.seconds
+        return replace(self, steps=self.steps - other.steps, seconds=seconds)
 
     def rate_at(self, step: int, done: float) -> float:
         """The rate of a step, counted from 0, when so much of the whole is `done`: a short rise, then a cosine."""
@@ -110,39 +129,28 @@ def recover_(
 ) -> list[float]:
     """The same in place; gives the loss of every step.
 
-    On texts only factors are trained, and with `check`, a measure of which less is better, the best state is kept.
+    `check` is a measure on held-out inputs of which less is better. On texts only factors are trained, and the best
+    state by `check` is kept. On images it decides the rate, if the effort is long enough to try some.
     """
-    steps, seconds = effort.steps, effort.seconds
     pieces, scale = _pieces(original, data)
     original = copy_model(original)
-    random = torch.Generator().manual_seed(seed)
     text = all(map(is_text, pieces))
     trained = factors_of(small) if text else [p for p in small.parameters() if p.is_floating_point()]
     states = [(p, p.requires_grad) for p in small.parameters() if p.is_floating_point()]
     best = Best(small, check) if text and check is not None else None
     modes = {module: module.training for module in small.modules()}
-    end = math.inf if seconds is None else time.monotonic() + seconds
-    losses: list[float] = []
     layout = _channels_last_(small)
     _channels_last_(original)
+    work = partial(_train_, small, _Lesson(original, pieces, scale, torch.Generator().manual_seed(seed)), trained)
     try:
         small.eval()
         for p, _ in states:
             p.requires_grad_(False)
         for p in trained:
             p.requires_grad_(True)
-        optimiser = torch.optim.Adam(trained, lr=effort.rate) if trained else None
-        while optimiser is not None and len(losses) < steps and time.monotonic() < end:
-            if best is not None and len(losses) % EVERY == 0 and not best.look():
-                break
-            done = max(len(losses) / steps, 0.0 if seconds is None else 1 - (end - time.monotonic()) / seconds)
-            for group in optimiser.param_groups:
-                group["lr"] = effort.rate_at(len(losses), done)
-            losses.append(_step_(small, original, pieces, scale, optimiser, random))
-            if not math.isfinite(losses[-1]):
-                raise RankwiseError(f"recovery diverged in step {len(losses)}: give a rate below {effort.rate:g}")
-            if progress:
-                progress(len(losses), min(steps, math.ceil(len(losses) / max(done, 1 / steps))), losses[-1])
+        if check is not None and not text and effort.tries_rates:
+            effort = _with_rate(small, work, effort, check)
+        losses = work(effort, progress, best)
     finally:
         for p, before in states:
             p.requires_grad_(before)
@@ -157,6 +165,62 @@ def recover_(
     return losses
 
 
+@dataclass(frozen=True, eq=False)
+class _Lesson:
+    """Whom to learn from, by which inputs, and what errors of the outputs are relative to."""
+
+    original: nn.Module
+    pieces: list[Example]
+    scale: float
+    random: torch.Generator
+
+
+def _with_rate(
+    small: nn.Module, work: Callable[[Effort], list[float]], effort: Effort, check: Callable[[], float]
+) -> Effort:
+    """The highest of some rates at which a short trial helps on held-out inputs, and what is left of the effort.
+
+    A network of thin layers is soon worse at a rate that suits others. A trial that helps is not undone.
+    """
+    before, state = check(), copy.deepcopy(small.state_dict())
+    for _ in range(TRIALS):
+        trial = effort.trial()
+        work(trial)
+        effort = effort.without(trial)
+        if check() <= before:
+            return effort
+        small.load_state_dict(state)
+        effort = replace(effort, rate=effort.rate / 3)
+    return effort
+
+
+def _train_(
+    small: nn.Module,
+    lesson: _Lesson,
+    trained: list[nn.Parameter],
+    effort: Effort,
+    progress: Steps | None = None,
+    best: Best | None = None,
+) -> list[float]:
+    """Adam for as many steps as the effort allows; the loss of each."""
+    steps, seconds = effort.steps, effort.seconds
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    losses: list[float] = []
+    optimiser = torch.optim.Adam(trained, lr=effort.rate) if trained else None
+    while optimiser is not None and len(losses) < steps and time.monotonic() < end:
+        if best is not None and len(losses) % EVERY == 0 and not best.look():
+            break
+        done = max(len(losses) / steps, 0.0 if seconds is None else 1 - (end - time.monotonic()) / seconds)
+        for group in optimiser.param_groups:
+            group["lr"] = effort.rate_at(len(losses), done)
+        losses.append(_step_(small, lesson, optimiser))
+        if not math.isfinite(losses[-1]):
+            raise RankwiseError(f"recovery diverged in step {len(losses)}: give a rate below {effort.rate:g}")
+        if progress:
+            progress(len(losses), min(steps, math.ceil(len(losses) / max(done, 1 / steps))), losses[-1])
+    return losses
+
+
 def _channels_last_(model: nn.Module) -> bool:
     """Channels innermost in memory, which convolutions like better; False where nothing was to be done."""
     images = [p for p in model.parameters() if p.ndim == 4]
@@ -166,18 +230,13 @@ def _channels_last_(model: nn.Module) -> bool:
     return True
 
 
-def _step_(
-    small: nn.Module,
-    original: nn.Module,
-    pieces: list[Example],
-    scale: float,
-    optimiser: torch.optim.Optimizer,
-    random: torch.Generator,
-) -> float:
+def _step_(small: nn.Module, lesson: _Lesson, optimiser: torch.optim.Optimizer) -> float:
+    original, pieces, random = lesson.original, lesson.pieces, lesson.random
     batch = pieces[int(torch.randint(len(pieces), (), generator=random))]
     if isinstance(batch, Tensor):
-        if len(batch) > BATCH:
-            batch = batch[torch.randperm(len(batch), generator=random)[:BATCH]]
+        most = _at_once(batch)
+        if len(batch) > most:
+            batch = batch[torch.randperm(len(batch), generator=random)[:most]]
         if batch.ndim == 4 and batch.is_floating_point():
             batch = varied(batch, random).contiguous(memory_format=torch.channels_last)
     if is_text(batch):
@@ -189,13 +248,19 @@ def _step_(
     loss = divergence_loss(original, wanted, given)
     if loss is None:
         parts = [(a.float() - b.to(a.device).float()).square().sum() for a, b in zip(given, wanted, strict=True)]
-        loss = torch.stack(parts).sum() / (len(wanted[0]) * scale)
+        loss = torch.stack(parts).sum() / (len(wanted[0]) * lesson.scale)
     if errors:
         loss = loss + torch.stack(errors).mean()
     optimiser.zero_grad()
     torch.autograd.backward(loss)
     optimiser.step()
     return float(loss.detach())
+
+
+def _at_once(batch: Tensor) -> int:
+    """So many samples make a batch."""
+    each = max(1, batch[0].numel()) if batch.ndim else 1
+    return max(SMALLEST, min(BATCH, PIXELS // each)) if batch.ndim == 4 else BATCH
 
 
 def varied(images: Tensor, random: torch.Generator) -> Tensor:
