@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from common import machine, say
 from scipy.stats import spearmanr
-from svd_llm import second_moments, svd_llm
+from svd_llm import linear_layers, second_moments, svd_llm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -171,10 +171,11 @@ def main() -> None:
 
 
 def rows(task: Task, before: float, keep: float, args: argparse.Namespace) -> None:
-    start = time.process_time()
+    start, reference = time.process_time(), None
     total = sum(p.numel() for p in task.model.parameters())
-    small: nn.Module = svd_llm(task.model, second_moments(task.model, task.data, run), int(keep * total))
-    reference = show(task, before, keep, "SVD-LLM", small, time.process_time() - start)
+    if linear_layers(task.model):  # GPT-2 has none
+        small: nn.Module = svd_llm(task.model, second_moments(task.model, task.data, run), int(keep * total))
+        reference = show(task, before, keep, "SVD-LLM", small, time.process_time() - start)
     for effort in dict.fromkeys(["0", args.recover]):
         start = time.process_time()
         job = Compression(task.model, task.data[0], Request(recover=effort), task.data)
