@@ -20,13 +20,14 @@ from torch import nn
 import made_rows
 import rankwise as rw
 from rankwise.cli import demo
+from rankwise.core import workers
 from rankwise.deploy.export import TARGETS, export, open_exported
 from rankwise.errors import RankwiseError
 from rankwise.models import networks
 from rankwise.reports import charts, curves
 from rankwise.reports.html import write_report
 from rankwise.reports.single import write_report as write_single
-from rankwise.studies import runner, store, workers
+from rankwise.studies import runner, store
 from rankwise.studies.study import fill_in
 from rankwise.studies.study_file import make_study
 from rankwise.surgery import checkpoint
