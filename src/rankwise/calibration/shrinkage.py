@@ -87,7 +87,7 @@ def target_of_both(layer: Layer, weight: Tensor, one: Influence) -> Target:
         metric = None if one.settled[1] is None else one.settled[1].to(moment)
     else:
         assert one.shares is not None, "shares are chosen before anything is fitted"
-        moment, metric = _evidence(one, one.both).drawn(one.shares, math.prod(layer.kernel) == 1)
+        moment, metric = evidence_of(one, one.both).drawn(one.shares, math.prod(layer.kernel) == 1)
     return Target(layer, weight, moment=moment, metric=metric)
 
 
@@ -169,7 +169,7 @@ def _towards(matrix: Tensor, calm: Tensor, share: float) -> Tensor:
     return (1 - share) * matrix + share * float(whole / other) * calm
 
 
-def _evidence(one: Influence, half: Half) -> _Evidence:
+def evidence_of(one: Influence, half: Half) -> _Evidence:
     seen = half.seen
     calm = working(seen.covariance if one.centred else seen.second_moment)
     if one.is_output:
@@ -187,7 +187,7 @@ def _halves(one: Influence) -> tuple[_Evidence, _Evidence] | None:
     """Both halves, if both have been seen."""
     if not all(half.seen.count and half.samples and (half.gammas or one.is_output) for half in one.halves):
         return None
-    first, second = (_evidence(one, half) for half in one.halves)
+    first, second = (evidence_of(one, half) for half in one.halves)
     return first, second
 
 
