@@ -37,6 +37,7 @@ EXPENSIVE = {"study": (128, 2000), "iterate": (256, 400), "demo": (256, 0), "fol
 EXPENSIVE |= {"compress, block by block": (128, 60)}
 HOUR = 3600  # seconds by the clock: no job takes as long on a busy machine, and none may hang for ever
 RUNNING: set[int] = set()
+STOPPED = threading.Event()  # by Ctrl-C or a signal: whatever runs is killed
 Line = dict[str, Any]
 
 
@@ -55,6 +56,8 @@ def ran(command: list[str], cwd: Path | None = None, limit: float = HOUR) -> Don
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, cwd=cwd, env=environment(), start_new_session=True)
         RUNNING.add(process.pid)
+        if STOPPED.is_set():
+            end(process.pid)
         alarm = threading.Timer(limit, end, (process.pid,))
         alarm.start()
         _, status, used = os.wait4(process.pid, 0)
@@ -245,6 +248,8 @@ def main() -> int:
 
     def tell(work: Callable[[], list[Line]]) -> None:
         for line in work():
+            if STOPPED.is_set():
+                return  # it was killed, and found nothing
             lines.add(line)
             print(f"{line['name']}: {line['seconds']:.0f} s, {len(line['violations'])} violations", file=sys.stderr)
             for text in line["violations"][:5]:
@@ -257,6 +262,7 @@ def main() -> int:
             for future in [(beside if work is long_tests else pool).submit(tell, work) for work in asked]:
                 future.result()
         except KeyboardInterrupt:
+            STOPPED.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(RUNNING):
                 end(process)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
+
+import pytest
 
 from trust import run
 
@@ -27,6 +33,31 @@ def test_lines_are_kept_and_only_what_is_missing_or_wrong_is_done_again(tmp_path
     assert "| all | 14 |" in table
     assert table.splitlines()[2:-3][-1].endswith("| 0 |")
     assert run.commit() in table
+
+
+def test_what_is_stopped_leaves_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is killed with the run would look like one that failed."""
+    lines = tmp_path / "lines"
+
+    def job() -> list[run.Line]:
+        return [line("made up", f"status {run.ran(['sleep', '600']).status}")]
+
+    def stop() -> None:
+        while not run.RUNNING:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run, "STOPPED", threading.Event())
+    monkeypatch.setattr(run, "jobs", lambda *_: [job, job, job])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--lines", str(lines)])
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=stop).start()
+    try:
+        assert run.main() == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not lines.exists()
+    assert not run.RUNNING
 
 
 def test_a_job_that_hangs_is_ended() -> None:
